@@ -1,9 +1,10 @@
 """Look-ahead: start computing the decodes of a replica's next step before the policy has decided on it.
 
-If a policy declares that it repeats decodes, the worker gets, together with a step, the decodes that will probably
-follow, and submits them to the device before it waits for the step's tokens. The policy then decides as usual. Started
-rows that it selects are used; rows of requests that ended or were preempted are dropped. The rest of the step (chunks
-of new requests) is computed after the rows that are used. So decisions, records and tokens do not depend on look-ahead.
+If a policy declares that it repeats decodes (`SchedulerTraits.repeats_decodes`), the worker gets, together with a step,
+the decodes that will probably be in the next step, and submits them to the device before it waits for the step's
+tokens. The policy then decides as usual. Started rows that it selects are used; the others, such as rows of requests
+that ended or were preempted, are dropped. The rest of the step (such as chunks of new requests) is computed after the
+started rows. So decisions, records and tokens do not depend on look-ahead.
 
 Invariants:
     - This module does not change the mechanism, nor the executor's record of its worker's state.
@@ -46,7 +47,7 @@ class LookAhead:
         """Number of started rows that were not used."""
 
     def work(self, plan: StepPlan, step: StepInput) -> LookaheadStep:
-        """Return the worker's input for a decided step `plan`; `step` is its input without look-ahead."""
+        """Return the worker's input for a decided step `plan`; `step` is the same input without look-ahead."""
         started, self._started = self._started, None
         begun: list[int] = []
         if started is not None:
@@ -61,11 +62,11 @@ class LookAhead:
         return LookaheadStep(step, begun, self._started)
 
     def forget(self) -> None:
-        """Forget the started decodes: the worker was replaced, or drops them with its next step."""
+        """Forget the started decodes, since the worker was replaced, or will drop them with its next step."""
         self._started = None
 
     def _rows(self, plan: StepPlan) -> Iterator[tuple[Request, int]]:
-        """Yield (request, number of tokens computed) for each row that is expected to decode after this step."""
+        """Yield (request, number of tokens computed by then) for each request expected to decode in the next step."""
         if plan.pool is not None:
             ending = set(plan.pool.ending_in_flight())
             yield from ((one, one.num_computed_tokens) for one in plan.pool if one not in ending)

@@ -48,7 +48,7 @@ class StreamPart:
 
 
 class _Reader:
-    """Passes parts of one request from the loop's thread to a task."""
+    """Passes the `StreamPart`s of one request from the loop's thread to a task."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self._event_loop = event_loop
@@ -166,7 +166,8 @@ class AsyncLLM(EngineClient):
     ) -> PolicySwap:
         """Swap a policy between two steps while requests are served; return the old and the new policy.
 
-        Raises `ConfigError`, or the error that the policy raises when it is tried; the old policy then stays.
+        Raises `ConfigError`, or the error that the new policy raises when it is built or first called, or the engine's
+        error if it has ended; the old policy then stays.
         """
         assert self.engine is not None
         named = layer_of(layer)

@@ -64,8 +64,8 @@ class EngineServices:
         seeds: seeds of the policies' random streams.
         load: function that creates a worker's runner.
         make_clock: creates the clock; called when everything is loaded.
-        threaded: True if in-process replicas compute in their own threads even if there is only one.
-        make_worker: function that creates a replica's worker; None: `WorkerMaker` creates it as the settings state.
+        threaded: True if an in-process replica computes in its own thread even if it is the only replica.
+        make_worker: function that creates a replica's worker; None: `WorkerMaker` chooses its kind by the settings.
         make_restarter: function that creates the object that replaces lost workers; None: a `Supervisor`.
     """
 
@@ -297,7 +297,7 @@ class Engine:
         return PromptLimits(facts.vocab_size, facts.max_model_len, longest)
 
     def description(self) -> dict[str, object]:
-        """Return the models' names and sizes by replicaset, for replays and for readers of the results."""
+        """Return the type and sizes of each replicaset's model, for replays and for readers of the results."""
         return {
             name: {
                 "model_type": facts.model_type,
@@ -314,7 +314,7 @@ class Engine:
         }
 
     def _described_pools(self, replicaset: str) -> dict[str, object]:
-        """Return the number of KV blocks per replica; with named pools, this and the longest sequence by pool."""
+        """Return the number of KV blocks per replica; with named pools, this number and `max_model_len` for each."""
         replicas = {one.parts.pool: one for one in reversed(self.controller.replicasets[replicaset].replicas)}
         if not self.config.effective_replicasets[replicaset].pools:
             return {"num_blocks": replicas[DEFAULT_POOL].limits.num_blocks}
@@ -325,7 +325,7 @@ class Engine:
         return {"pools": pools}
 
     def _sizes_in_force(self, replicaset: str) -> PoolSizes:
-        """Return the actual sizes of the replicas, by pool."""
+        """Return the sizes that the running replicas were built with, by pool."""
         facts, pools = self.models[replicaset], self.config.effective_replicasets[replicaset].effective_pools
         replicas = {one.parts.pool: one for one in self.controller.replicasets[replicaset].replicas}
         return {
@@ -424,7 +424,7 @@ def _sizes(replicaset: str, settings: ReplicasetConfig, workers: Mapping[Replica
 
 
 def _facts_of(replicaset: str, settings: ReplicasetConfig, workers: Mapping[ReplicaKey, Worker]) -> ModelFacts:
-    """Return the facts of a replicaset's model, with the longest sequence that some pool can serve to its end."""
+    """Return a replicaset's model facts; `max_model_len` is the largest of the pools in which requests can end."""
     facts = checked_facts([worker.facts for key, worker in workers.items() if key[0] == replicaset])
     ids = replica_ids_of(settings)
     ending = [pool for pool in ids if settings.role_of(pool) is not PoolRole.PREFILL]

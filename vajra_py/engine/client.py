@@ -68,7 +68,7 @@ class EngineClient:
 
         Raises `ConfigError` for wrong settings, `ExecutorError` if a worker fails.
         """
-        set_passive_omp_wait()  # set before tokenizers load a tensor library, which reads it only once
+        set_passive_omp_wait()  # called before tokenizers load a tensor library, which reads the setting only once
         settings: ModelBackendConfig = self.config.backend.settings
         refuse_oracle(settings.output_length.type, f"backend.{settings.kind}.output_length")
         services = engine_services(self.config, self._registry, {}, **self._replaced)
@@ -182,7 +182,7 @@ class EngineClient:
         self.end_open(error)
 
     def end_open(self, error: BaseException | None) -> None:
-        """End every remaining request by its `on_engine_end`, without the loop."""
+        """End every remaining request by its `on_engine_end`; this works even if the loop hangs."""
         for submission in list(self._open):
             if submission.on_engine_end is not None:
                 submission.on_engine_end(error)
@@ -195,7 +195,7 @@ class EngineClient:
 
 
 def as_vajra_error(error: BaseException | None) -> VajraError:
-    """Return the exception for callers of an engine that ended with `error`; None: it was closed."""
+    """Return the exception for callers of an engine that ended with `error` (None: the engine was closed)."""
     if error is None:
         return ExecutorError(CLOSED)
     return error if isinstance(error, VajraError) else ExecutorError(f"engine: {type(error).__name__}: {error}")

@@ -93,7 +93,8 @@ class EngineExecutor:
     ) -> None:
         """Create the executor.
 
-        `sends_tokens`: steps contain all tokens, since ranks may lack tokens that other ranks sampled.
+        `sends_tokens`: steps contain the tokens of all rows, also of decodes, since ranks may lack tokens that other
+        ranks sampled.
         `ngrams`: rules for looking up drafts; None: no drafts.
         """
         self._submissions: dict[Request, Submission] = {}
@@ -117,11 +118,11 @@ class EngineExecutor:
     # Called by the mechanism
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """Return the number of tokens after which the request ends, if its submission states it."""
+        """Return the number of tokens after which the request ends, if its submission states it; else None."""
         return self._submissions[request].num_output_tokens
 
     def num_drafts(self, request: Request, at_most: int) -> int:
-        """See `Executor`; return the number of drafts that the lookup finds.
+        """See `Executor`; return the number of drafts that the lookup finds, or `at_most` if that is smaller.
 
         Return 0 for requests of which several tokens cannot be verified in one step.
         """
@@ -157,7 +158,7 @@ class EngineExecutor:
     # For the engine loop
 
     def expect(self, request: Request, submission: Submission) -> None:
-        """Register a request that may run here; the worker has no valid state of it."""
+        """Register a request that may run on this replica; the worker has no valid state of it."""
         self._submissions[request] = submission
         self.leave(request)
 

@@ -33,7 +33,7 @@ KvContent: TypeAlias = Sequence[Any]
 
 @dataclass(frozen=True, slots=True)
 class KvExport:
-    """Copy of KV blocks out of a worker's memory; `number` names the transfer."""
+    """Message to copy KV blocks out of a worker's memory; `number` names the transfer."""
 
     number: int
     block_ids: Sequence[int]
@@ -41,7 +41,7 @@ class KvExport:
 
 @dataclass(frozen=True, slots=True)
 class KvImport:
-    """Copy of another worker's KV into the same number of blocks of this one.
+    """Message to copy another worker's KV into the same number of blocks of this one.
 
     Attributes:
         number: number of the transfer.
@@ -59,7 +59,7 @@ class KvImport:
 
 @dataclass(frozen=True, slots=True)
 class KvMove:
-    """Copies of KV blocks between a worker's device and its own host memory, concurrent with its steps.
+    """Message to copy KV blocks between a worker's device and its own host memory, concurrently with its steps.
 
     Attributes:
         number: number of the copy.

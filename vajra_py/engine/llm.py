@@ -151,7 +151,8 @@ class LLM(EngineClient):
     ) -> PolicySwap:
         """Swap a policy for all further generation; return the old and the new policy.
 
-        Raises `ConfigError`, or the error that the policy raises when it is tried; the old policy then stays.
+        Raises `ConfigError`, or the error that the new policy raises when it is built or first called; the old policy
+        then stays.
         """
         assert self.engine is not None
         assert self.loop is not None

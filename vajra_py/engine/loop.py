@@ -1,9 +1,9 @@
 """The engine's loop: a driver's backend that computes steps with workers, on the wall clock.
 
-One thread works in turns. A turn reads the clock once, and handles everything that has become known as of that tick, in
-the driver's order: at most one completed step (or one finished transfer or copy of KV, or one replica lost or
-restarted), then arrivals, expiries, aborts and policy changes, then the forming of steps. Ticks of turns strictly
-increase. So a simulator that is given the same events at the same ticks makes the same decisions.
+One thread works in turns. A turn reads the clock once, and handles what has become known as of that tick, in the
+driver's order: one completed step (or one finished transfer or copy of KV, or one replica lost or restarted; further
+ones wait for the next turns), then all arrivals, expiries, aborts and policy changes, then the forming of steps. Ticks
+of turns strictly increase. So a simulator that is given the same events at the same ticks makes the same decisions.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class EngineLoop(Backend[EngineReplica]):
         self.on_ended: Callable[[Submission, Request, EndReason], None] | None = None
         """Called for every request that ended, before the request's own `on_progress`."""
         self.on_formed: Callable[[str, float], None] | None = None
-        """Called with the time that forming each step took: (replicaset, seconds)."""
+        """Called after a step was formed, with its replicaset and the seconds that forming it took."""
         self.last_loss = ""
         """Reason for the last failure of a replica."""
         self.failed: str | None = None
@@ -111,8 +111,8 @@ class EngineLoop(Backend[EngineReplica]):
         self._transfers = KvTransfers(self.inbox.put)
         self._tier_copies = TierCopies()
         self._suspects: dict[Request, int] = {}
-        """Requests of steps in flight when a replica was lost, and the number of tokens that each must still get from
-        parts of its own."""
+        """Requests that were being computed when a replica was lost, and the number of tokens that each must still get
+        while it is computed alone (see `EngineExecutor.parts`)."""
         self._num_suspected: dict[Request, int] = {}
         self._progressed: dict[Request, None] = {}
         """Requests that got a token in this turn."""
@@ -300,7 +300,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._report_progress()
 
     def _report_progress(self) -> None:
-        """Call `on_progress` of requests that follow each step, after the next steps have been submitted."""
+        """Call `on_progress` of requests with `follows_steps`, after the next steps have been submitted."""
         progressed, self._progressed = self._progressed, {}
         followed = []
         for request in progressed:
@@ -494,8 +494,8 @@ class EngineLoop(Backend[EngineReplica]):
             self._outages.restarting.add((name, replica_id))
         self._check_failed(detail)
         max_reruns = self._options.max_reruns if self._outages.could_serve(name) else None
-        # A request that was computed alone caused the failure. Every request in flight becomes a suspect; each further
-        # failure doubles the number of tokens for which the request stays a suspect.
+        # A request that was computed alone caused the failure. Every request that was being computed becomes a suspect;
+        # each further failure doubles the number of tokens for which it stays a suspect.
         guilty = [request.request_id for request in blamed] if len(blamed) == 1 else []
         if max_reruns is not None:
             for request in blamed:

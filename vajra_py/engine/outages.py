@@ -17,7 +17,7 @@ class Outages:
     """Lost replicas of an engine that are being restarted, and replicasets whose requests wait for them."""
 
     def __init__(self, controller: Controller, replicas: Mapping[ReplicaKey, EngineReplica], wait_s: float) -> None:
-        """`wait_s`: seconds that requests wait if replicas are being restarted."""
+        """`wait_s`: longest time in an outage that requests wait for replicas that are being restarted, in seconds."""
         self._controller = controller
         self._replicas = replicas
         self._wait_ticks = to_ticks(wait_s)
@@ -33,7 +33,7 @@ class Outages:
     def begin(self, replicaset: str, now: int) -> None:
         """Begin an outage if the replicas that are up cannot serve the replicaset's requests to their end.
 
-        The requests wait for the restart of replicas; if no restart could help, the outage is over at once.
+        The requests wait for the restart of replicas; if no restart could help, they reach the time limit at once.
         """
         if not self._controller.replicasets[replicaset].can_serve_with(self._up(replicaset)):
             until = now + (self._wait_ticks if self.could_serve(replicaset) else 0)

@@ -49,7 +49,7 @@ class OutputBuffer:
     is_faulty: bool = False
     _text: str = ""
     _search: StopSearch | None = None
-    """Search for stop strings, which holds back text that may begin one; None if the request has no stop strings."""
+    """Search for stop strings; it holds back text that may begin one. None if the request has no stop strings."""
     _num_read: int = 0
     """Number of tokens that have been decoded to text."""
     _is_done: bool = False
@@ -122,7 +122,7 @@ def detokenize(outputs: Iterable[OutputBuffer]) -> None:
 
 
 OnProgress: TypeAlias = Callable[["Submission", Request, EndReason | None], None]
-"""Called after each step that gave the request a token, and when the request has ended (with the reason)."""
+"""Function called with the reason when a request has ended, and with None after a step that gave it a token."""
 
 
 @dataclass(eq=False, slots=True)
@@ -139,8 +139,8 @@ class Submission:
         salt: requests share prefixes only if they have the same salt; None: the settings determine the salt.
         num_output_tokens: number of tokens after which the request ends, if that is known beforehand.
         sent_at: tick when the client sent the request; None: the tick when the loop submits it.
-        on_progress: called after each step that gave the request a token, and at its end.
-        follows_steps: True to call `on_progress` after each step, with the text decoded; False: at the end only.
+        on_progress: called at the request's end and, if `follows_steps`, after each step that gave it a token.
+        follows_steps: True to call `on_progress` after steps too, with the text decoded; False: at the end only.
         on_engine_end: called instead of `on_progress` if the engine ends first, with its error, or None if it was
             closed.
     """

@@ -21,7 +21,7 @@ _SENTENCE_PIECE = [
     {"type": "ByteFallback"},
     {"type": "Fuse"},
 ]
-"""Decoders of SentencePiece vocabularies; some are followed by one that strips blanks."""
+"""Decoders of SentencePiece vocabularies; some vocabularies have a last one that strips blanks."""
 
 
 def piece_reader(tokenizer: Any, *, keeps_special: bool = False) -> Callable[[int], bytes | None]:

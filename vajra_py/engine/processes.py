@@ -130,7 +130,7 @@ class _Rank:
             _send(self._pipe, error)
 
     def _export(self, number: int, block_ids: Sequence[int]) -> None:
-        """Copy KV blocks into shared memory, and send its descriptor after the answer."""
+        """Copy KV blocks into shared memory; send the answer, and then the memory's descriptor."""
         runner = cast(KvRunner, self._runner)
         with closing(SharedBuffer.of_size(len(block_ids) * runner.kv_block_bytes)) as buffer:
             runner.export_kv(block_ids, buffer.array())
@@ -139,7 +139,7 @@ class _Rank:
                 buffer.send(self._pipe)
 
     def _import(self, number: int, block_ids: Sequence[int], copies: Sequence[BlockCopy]) -> None:
-        """Copy the shared memory whose descriptor follows the message into KV blocks."""
+        """Copy shared memory into KV blocks; the memory's descriptor follows the message in the pipe."""
         with closing(SharedBuffer.receive(self._pipe)) as buffer:
             cast(KvRunner, self._runner).import_kv(block_ids, buffer.array(), copies)
         self._answer(RankCopy(number))
@@ -150,7 +150,7 @@ class _Rank:
         self._answer(load)
 
     def _moved(self, move: KvMove, error: Exception | None) -> None:
-        """Answer that KV blocks were copied between this rank's device and host memory, or with the copy's error."""
+        """Send the answer to a `KvMove` that has ended: `RankMove`, or the copy's error."""
         with suppress(OSError):  # the controller has closed the pipe, which ends this process
             if error is None:
                 self._answer(RankMove(move.number))

@@ -24,9 +24,9 @@ from vajra_py.engine.worker import (
 class RankAnswers:
     """Answers of a replica's ranks; each rank answers in the order of the steps.
 
-    Of tensor-parallel ranks, which sample the same tokens, only the first one's answers are used; of pipeline stages,
-    only the last one's answers. The answers of all KV-parallel groups are joined: each group answers for the requests
-    that it samples.
+    Of tensor-parallel ranks, which sample the same tokens, only the first one's answers are used. Of pipeline stages,
+    only the last one's tokens are used, but the durations of all. The answers of all KV-parallel groups are joined:
+    each group answers for the requests that it samples.
     """
 
     def __init__(self, replica: ReplicaKey, options: RunnerOptions) -> None:

@@ -24,19 +24,19 @@ from vajra_py.runtime.step.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """Request to abort a client's request."""
+    """Message to abort a request."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Request that the loop returns once it has handled all messages that it has received."""
+    """Message that makes the loop return once it has handled all messages that it has received."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwapPolicy:
-    """Request to swap a policy; `done` is called with the result, in the loop's thread."""
+    """Message to swap a policy; `done` is called with the result, in the loop's thread."""
 
     change: PolicyChange
     done: Callable[[Swapped | VajraError], None]
@@ -154,6 +154,7 @@ class LoopOptions:
     serves: bool = False
     """True to wait for further requests when none is left, until stopped."""
     tenant_salt: bool = False
+    """True if requests of different tenants share no cached prefixes, unless they state the same salt."""
     check_every_steps: int = 0
     """Number of steps between conservation checks; 0: no checks."""
     max_reruns: int | None = None

@@ -73,7 +73,7 @@ class RequestOutput:
         text: generated text, without special tokens, and without the stop string that ended the request unless
             `include_stop_str_in_output` is set; empty without a tokenizer.
         finish_reason: "stop", "length", "aborted", "rejected", "failed" or "expired".
-        detail: reason, if the request was aborted or rejected, or if it failed or expired.
+        detail: reason why the request was aborted or rejected, failed or expired; may be empty.
         stopped_by: stop string or token that ended the request; None if it ended otherwise.
         logprobs: log-probabilities of each token, for requests with `logprobs`; else None.
         prompt_logprobs: log-probabilities of each prompt token (None for the first one), for requests with

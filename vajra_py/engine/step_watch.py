@@ -39,7 +39,7 @@ _DEVICE_FLOOR_S = 60.0
 """Minimum time limit of a step on a GPU, in seconds: machines stall now and then, and libraries compile kernels on
 first use."""
 _NUM_FIRST = 8
-"""Number of first steps of a worker that are not counted: they load libraries and fill caches."""
+"""Number of first steps of a worker whose times do not affect limits: they load libraries and fill caches."""
 _FIRST_S = 600.0
 """Time limit of a worker's first steps, in seconds."""
 _FIRST_AGAIN_S = 60.0
@@ -92,8 +92,8 @@ class _Lane:
     """Steps or copies that a worker executes one after the other."""
 
     num_tokens: deque[int] = field(default_factory=deque)
-    """Number of tokens of each step in flight; 0 for a copy. For a copy that is concurrent with steps, the number of
-    tokens of the earlier steps that it waits for."""
+    """Number of tokens of each step in flight; 0 for a copy that is ordered with steps. For a copy that is concurrent
+    with steps, the number of tokens of the earlier steps that it waits for."""
     numbers: deque[int] = field(default_factory=deque)
     """`KvMove.number` of each copy that is concurrent with steps; empty in a lane of steps."""
     began_at: float = 0.0

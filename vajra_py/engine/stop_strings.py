@@ -1,8 +1,8 @@
 """Find stop strings in a text that arrives in pieces, in constant amortised time per character.
 
 The automaton is Aho's and Corasick's ("Efficient string matching", 1975): a trie of the stop strings in which each node
-links to its longest proper suffix that is also a node. So no character is compared again, whatever the number of stop
-strings and the length of the text held back.
+links to its longest proper suffix that is also a node. So the search never goes back in the text after a mismatch,
+whatever the number of stop strings and the length of the text held back.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def stop_automaton(stops: tuple[str, ...]) -> StopAutomaton:
 
 
 class StopSearch:
-    """Search for stop strings in one text, which holds back text that may begin a stop string."""
+    """Search for stop strings in one text; it holds back the end of the text if that may begin a stop string."""
 
     __slots__ = ("_automaton", "_has_searched", "_node", "held")
 
@@ -98,7 +98,8 @@ class StopSearch:
     def push(self, text: str, may_stop: bool) -> tuple[str, str | None]:
         """Add text.
 
-        Return the new text that cannot belong to a stop string, and the stop string that ends the text, or None.
+        Return the text, held back or new, that can no longer belong to a stop string, and the stop string that ends the
+        text, or None.
 
         With `may_stop`, the text ends before the stop string that begins first; if several begin at the same character,
         the shortest one counts. A stop string that was completed while `may_stop` was False counts if its text is still
@@ -110,7 +111,7 @@ class StopSearch:
         text, num_held = self.held + text, len(self.held)
         if may_stop and not self._has_searched:
             self._has_searched = True
-            node, num_held = 0, 0  # restart from the held-back text, which has not been searched
+            node, num_held = 0, 0  # search the held-back text again: stop strings in it did not count so far
         start, end, place = len(text), 0, num_held
         while place < len(text):
             node = automaton.step(node, text[place])

@@ -46,7 +46,7 @@ class Restarter(Protocol):
     def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
         """Handle the loss of `worker` in step `num_steps` of the replica (the first is 1; 0: before the first).
 
-        Return True if a replacement is started; its outcome is then reported once.
+        Return True if a replacement is started; the outcome of all attempts together is then reported once.
         """
 
     def close(self) -> None:

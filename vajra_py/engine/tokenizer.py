@@ -1,7 +1,7 @@
 """Tokenize prompts, and detokenize outputs incrementally.
 
 A tokenizer may need several tokens for one character, and may decode a token differently depending on its neighbours.
-An incomplete character at the end of the tokens so far is therefore not emitted.
+An incomplete character is therefore held back until it is complete, or the output ends.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ ReplicaKey: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Message that a step is complete, or that its worker is lost: either `output` or `error` is set."""
+    """Message that a step (or a part of one) is complete, or that its worker is lost: `output` or `error` is set."""
 
     replica: ReplicaKey
     output: StepOutput | None
@@ -57,9 +57,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class LeftFirstStage:
-    """Message that a step has left the first of several pipeline stages, so that the next may enter.
+    """Message that a step (or a part of one) has left the first of several pipeline stages; the next one may enter it.
 
-    Its `Finished` follows.
+    The `Finished` of this step or part follows.
     """
 
     replica: ReplicaKey

@@ -1,6 +1,6 @@
 """Compute one step's batch on a device: weights, paged KV tensors, attention, sampling.
 
-Importing this package, or its `interface` and `inspect`, loads no tensor library; `load_runner` does.
+Importing this package, or its modules `interface` and `model.inspect`, loads no tensor library; `load_runner` does.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Invariants:
     - Decodes come first in the flattened batch, then chunks of one token, then longer chunks: attention's fast path
       takes the leading sequences of one token. With KV parallelism, sequences whose newest tokens this rank holds come
-      before the others.
+      before the others, and each of the two parts has this order.
     - State is kept in arrays by slot and updated when a step is submitted, so that the next step can be submitted
       before this step's tokens are available on the host.
 """
@@ -49,7 +49,7 @@ class HostBatch:
         followers: by sequence index, the tokens to score with the logits of the sequence's first tokens in this step.
         num_newest: number of sequences whose newest tokens are held by this rank: all, without KV parallelism.
         groups: with KV parallelism, the groups that compute each sequence.
-        max_kv_len: KV length of the longest sequence, summed over its parts.
+        max_kv_len: KV length of the longest sequence; with KV parallelism, over all groups.
     """
 
     slots: Ints
@@ -172,7 +172,7 @@ class BatchState:
                 )
 
     def undo(self, slots: Sequence[int], last_tokens: torch.Tensor) -> None:
-        """Undo one decode of each of these slots; `last_tokens` is a copy made before the decodes."""
+        """Undo one decode of each of these slots; `last_tokens` is a copy of the attribute from before the decodes."""
         undone = np.array(slots, np.int64)
         self.num_computed[undone] -= 1
         places = to_device(undone, self._device)

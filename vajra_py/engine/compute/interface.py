@@ -48,8 +48,8 @@ class SamplingParams:
         repetition_penalty: divides positive logits of tokens in the prompt or output, and multiplies negative ones.
         seed: seed of the request's own random stream; None: the controller draws one.
         logprobs: number of most likely tokens to report per token (0: only the sampled one); None: no report.
-        prompt_logprobs: the same number for the prompt's tokens from the second on. The request then uses no cached
-            prefix, since cached tokens have no logits.
+        prompt_logprobs: number to report for each prompt token from the second on; None: no report. With a number, the
+            request uses no cached prefix, since cached tokens have no logits.
         stop: strings that end the request. Enforced by the controller.
         stop_token_ids: tokens that end the request, besides the model's own.
         min_tokens: number of output tokens that must precede a token that ends the request.
@@ -121,13 +121,13 @@ class TableUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens whose ids the worker does not have: part of a prompt, or tokens to recompute after a preemption.
+    """Tokens whose ids the step supplies: part of a prompt, tokens to recompute, or the newest token and its drafts.
 
     Attributes:
         slot: slot of the request.
         token_ids: the tokens, at least one.
-        num_computed: position of the first token, which is the number of the request's tokens in KV memory already.
-        samples: True if a token is sampled from the last token's logits, since the chunk reaches the last known token.
+        num_computed: position of the first token; this many earlier tokens of the request are in KV memory already.
+        samples: True if a token is sampled from the last token's logits; the chunk then ends with the last known token.
         followers: tokens to score, for requests with `prompt_logprobs`: the k-th gets its log-probability from the
             logits of the chunk's k-th token.
         groups: with KV parallelism, the groups that compute the chunk. All but the last hold `kv_group_tokens` earlier
@@ -197,7 +197,7 @@ class LookaheadDecodes:
         decodes: slots of the requests, whose sampling must not depend on their outputs (`needs_outputs`) and which have
             no log-probabilities.
         growing: slots whose next token starts a new KV block; at most `RunnerOptions.spare_blocks`. KV of this token is
-            in a spare block until the step with this row supplies the id of the request's own block.
+            in a spare block until the step that uses this row supplies the id of the request's own block.
     """
 
     decodes: Sequence[int]
@@ -288,7 +288,7 @@ class RunnerOptions:
         tensor_parallel_size: number of ranks that share every layer.
         pipeline_stages: number of pipeline stages that the layers are divided into.
         kv_groups: number of KV-parallel groups; each holds the whole model and its own KV blocks.
-        kv_group_tokens: tokens of one request that one group holds; read only with several groups.
+        kv_group_tokens: number of a request's tokens that a group holds when full; read only with several groups.
         rank: index of this rank in its replica, numbered by KV group, then by stage, then by tensor-parallel rank.
         rendezvous: address where the ranks meet (`tcp://host:port` or `file:///path`); required with more than one
             rank.
@@ -355,7 +355,7 @@ class ModelFacts:
         model_type: transformers' name of the architecture.
         num_parameters: number of parameters of the whole model.
         weight_bytes: bytes of weights on this rank.
-        num_layers: number of attention layers.
+        num_layers: number of attention layers on this rank.
         num_query_heads: query heads of the first layer on this rank.
         num_kv_heads: KV heads of the first layer on this rank.
         head_dim: width of a key head of the first layer.
@@ -365,7 +365,7 @@ class ModelFacts:
         vocab_size: number of rows of the output layer.
         eos_token_ids: the model's own end-of-sequence tokens.
         dtype: name of the dtype of the computation.
-        device: name of the device.
+        device: "cpu", or the product name of the GPU.
         forward: "fused" (this package's forward pass) or "transformers".
     """
 
@@ -473,7 +473,7 @@ class KvRunner(ModelRunner, Protocol):
     def import_kv(
         self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8], copies: Sequence[BlockCopy] = ()
     ) -> None:
-        """Copy into KV blocks a buffer that another runner's `export_kv` has filled, before all later steps.
+        """Copy a buffer, filled by another runner's `export_kv`, into KV blocks; all later steps see its content.
 
         `copies` are made first: copies of KV blocks between device and host. Raises `ExecutorError`.
         """

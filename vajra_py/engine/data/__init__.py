@@ -1,1 +1,1 @@
-"""Text and templates shipped with the engine."""
+"""Text shipped with the engine: sentences on which the tokenizer of tiny models is trained."""

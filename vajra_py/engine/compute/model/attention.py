@@ -50,7 +50,7 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class MaskSpec:
-    """Stand-in for transformers' attention mask, which states only the window."""
+    """Stand-in for transformers' attention mask; it states only the window."""
 
     window: int | None
     shape: tuple[int, ...] = (1, 1, 1, 1)

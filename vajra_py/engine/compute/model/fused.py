@@ -8,7 +8,7 @@ of W_q and W_k are reordered so that the two members of a rotated pair are adjac
 are reordered alike), and in float32 the weights of norms are folded into the following products.
 
 Invariants:
-    - With the self-check (the default), it is used only after a comparison with transformers' own forward pass on the
+    - With the self-check (the default), this forward pass is used only after a comparison with transformers' own on the
       same weights.
     - Building it moves the layers' weights out of transformers' model, so that memory holds them once.
     - In the last layer only the requested rows are computed after attention.

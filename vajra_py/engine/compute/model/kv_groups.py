@@ -50,8 +50,8 @@ class Exchange:
     Attributes:
         group: number of the other group.
         rank: rank of the other group to exchange with.
-        rows: indices of the rows in the flattened batch, int64 [S], in the same order on both sides.
-        places: indices of these rows among all shared rows, int64 [S].
+        rows: indices of the rows in the flattened batch, int64 [E], in the same order on both sides.
+        places: indices of these rows among all rows that this group shares with others, int64 [E].
     """
 
     group: int

@@ -1,7 +1,7 @@
 """KV tensors on the device, and host memory for swapped-out blocks.
 
 Invariants:
-    - All layers use the same block ids, and blocks with the same id are copied together.
+    - All layers use the same block ids, and a copy of a block copies the blocks with this id of all layers.
     - A copy takes effect before all work that is submitted after it, except for copies by `copy_beside`.
 """
 
@@ -80,7 +80,7 @@ class KvMemory:
         return sum(words.shape[0] * words.shape[2] for words in stacks) * WORD_BYTES
 
     def export_blocks(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
-        """Copy these blocks into a buffer of `block_bytes` per block: one stack of layers after the other."""
+        """Copy these blocks into a buffer of `block_bytes` per block: first K, then V, for each shape of layers."""
         for words, part, ids in self._parts(block_ids, buffer):
             if words.device.type == "cpu":
                 torch.index_select(words, 1, ids, out=part)

@@ -54,7 +54,7 @@ class LoadedModel:
 def load_model(options: RunnerOptions, *, on_host: bool = False) -> LoadedModel:
     """Load the model that `options` names. Steps of other models in this process wait meanwhile.
 
-    `on_host`: load it into host memory, in the dtype of the device.
+    `on_host`: load it into host memory, with the dtype that is chosen for `options.device`.
 
     Raises:
         ConfigError: the model cannot be loaded; one line per problem.

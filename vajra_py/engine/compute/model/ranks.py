@@ -138,7 +138,7 @@ def leave_ranks() -> None:
 
 
 def swap_file(options: RunnerOptions) -> str:
-    """Return the file of swapped-out KV blocks that the ranks of the same layers share, over all KV-parallel groups.
+    """Return the path of a file for swapped-out KV blocks; the ranks of all KV groups with the same layers share it.
 
     Raises:
         ExecutorError: the rendezvous is a network address, so the ranks do not necessarily share a file system.

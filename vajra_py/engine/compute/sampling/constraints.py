@@ -3,7 +3,7 @@
 Invariants:
     - A forbidden token has a logit of minus infinity in its row; other logits are unchanged except for the bias.
     - Constraints that depend only on the request are summed once, when it takes its slot. Bad words of several tokens
-    are matched against the row's output on the device, without synchronizing with the host.
+      are matched against the row's output on the device, without synchronizing with the host.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from vajra_py.engine.compute.transfer import to_device
 
 _NEG_INF = float("-inf")
 _ANY = -2
-"""Wildcard that pads beginnings on the left to equal length, so that they form one tensor."""
+"""Wildcard that pads the beginnings of bad words on the left to equal length, so that they form one tensor."""
 _NONE = -3
-"""Padding before the recent tokens of a short output; no beginning contains it."""
+"""Padding before the recent tokens of a short output; no beginning of a bad word contains it."""
 
 
 @dataclass(slots=True)

@@ -39,7 +39,10 @@ class PendingLogprobs:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]) -> PendingLogprobs:
-    """Start computing log-probabilities of tokens [N], and of `counts` most likely tokens, from logits [N, vocab]."""
+    """Start computing log-probabilities from logits [N, vocab]: of `tokens` [N] and of each row's likeliest tokens.
+
+    `counts`: number of likeliest tokens to report for each row.
+    """
     rows = torch.log_softmax(logits.float(), -1)
     chosen = rows.gather(1, tokens.unsqueeze(-1))
     ranks = (rows > chosen).sum(-1) + 1

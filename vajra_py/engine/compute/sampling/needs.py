@@ -1,4 +1,4 @@
-"""Find which earlier tokens the sampling of a request depends on, and whether it may be left without a token."""
+"""Find which earlier tokens a request's sampling depends on, and whether its constraints may forbid every token."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ of decodes is padded to the next size; its inputs are written into those tensors
 step (chunks, more rows than the largest size) runs without a graph.
 
 Invariants:
-    - A captured pass reads and writes only tensors of this module, weights and KV memory, whose addresses never change.
+    - A captured pass reads and writes only tensors of this module, `last_tokens`, weights and KV memory; their
+      addresses never change.
     - A padding row has KV length 0 and write slot -1, so it touches no KV; it reads and writes its token in the extra
       entry of `last_tokens`.
     - Launch sizes depend on bounds that are the same for every batch of a size; attention divides its work on the
@@ -33,8 +34,8 @@ from vajra_py.engine.compute.transfer import to_device
 _log = logging.getLogger(__name__)
 
 WARM_UPS = 2
-"""Passes before a capture, which compile kernels and let libraries allocate workspaces; neither may happen in a
-capture."""
+"""Number of passes before a capture; they compile kernels and let libraries allocate workspaces, neither of which may
+happen in a capture."""
 
 
 def ladder(largest: int) -> tuple[int, ...]:
