@@ -25,9 +25,11 @@ class Metric(Struct, frozen=True):
     scale: float = 1.0
     """Factor from the raw value to the displayed unit."""
     lower_is_better: bool | None = None
-    """Better direction; None if there is none."""
+    """True if lower values are better, False if higher values are better, None if neither."""
     level: int = 1
-    """0: shown also for many runs; 1: shown for few runs; 2: only in data frames, CSV and full tables."""
+    """0: shown for any number of settings; 1: shown for few settings (columns); 2: only in data frames, CSV and full
+    tables.
+    """
 
     @property
     def is_proportion(self) -> bool:

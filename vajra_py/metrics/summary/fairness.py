@@ -142,7 +142,7 @@ def backlogged_service(
     service: Service, num_tenants: int, shares: Floats, weights: ServiceWeights, end_at: float, start_at: float
 ) -> BackloggedService:
     """Return the service of the tenants that were backlogged together between `start_at` and `end_at` (seconds), on a
-    grid from the first to the last time at which two tenants were.
+    grid from the first to the last time at which at least two tenants were backlogged.
     """
     begins = np.maximum(service.arrived_at, start_at)
     ends = np.minimum(service.waits_until(end_at), end_at)

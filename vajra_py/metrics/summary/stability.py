@@ -82,7 +82,7 @@ class Stability(Struct, frozen=True):
     mean_waiting: float
     """Mean number of requests waiting for their first admission over the window."""
     mean_in_service: float
-    """Mean number of requests that were admitted and had not ended over the window."""
+    """Mean number of requests in service (admitted and not ended) over the window."""
 
 
 class Lifetimes(Struct, frozen=True):
