@@ -1,7 +1,7 @@
 """Options common to all kinds of workload.
 
 They are applied in this order, regardless of their order in the file: cut by time (`start_s`, `end_s`), `skip`, limits
-on lengths, for files `bootstrap`, `thin` and `window`, then `first`, the pace (`rate` or `time_scale`), `max_tokens`,
+on lengths, `bootstrap`, `thin` and `window` (only for files), `first`, the pace (`rate` or `time_scale`), `max_tokens`,
 `priorities`, `tenants`, `slo_classes`.
 """
 

@@ -17,7 +17,7 @@ def difference_table(
     comparison: ComparedSettings, baseline: str, scope: str, metrics: Sequence[Metric] | None = None
 ) -> Table:
     """Return a table of differences from the baseline: a row for each other setting under the baseline's load and each
-    of `metrics` (by default each metric of which lower or higher values are better), with primary metrics first.
+    of `metrics` (by default each metric for which lower or higher values are better), with primary metrics first.
 
     Differences between replicated settings have an interval, the fraction of replications in which the setting is
     better, and p-values; differences between settings that each have one seed are not tested. Raises `RunError` for an

@@ -137,8 +137,8 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         return frozenset(found)
 
     def best_of(self, key: str, position: int, scope: str = OVERALL) -> int | None:
-        """Return the lowest position of a best setting under the load of the setting at `position`; None if there is no
-        best setting.
+        """Return the lowest position among the best settings under the load of the setting at `position`; None if there
+        is no best setting.
         """
         return min(self.best(key, scope) & set(self.of_load(position)), default=None)
 

@@ -228,7 +228,9 @@ def error_text(metric: Metric, value: float) -> str:
 
 
 def significant(value: float) -> str:
-    """Return a number as text: a whole number from 100, with one to three decimals below, an exponent below 0.001."""
+    """Return a number as text: without decimals from 100 on, with one to three decimals below 100, and with an exponent
+    below 0.001 (except 0).
+    """
     size = abs(value)
     if size >= 1000:
         return f"{value:,.0f}"

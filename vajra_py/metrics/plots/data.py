@@ -33,8 +33,8 @@ class Cdf:
 
 
 def request_cdf(run: RunData, column: str) -> Cdf:
-    """Return the distribution of a latency over the requests that arrived in the window. Requests without a value
-    count, so the curve then ends below 100 %.
+    """Return the distribution of a latency over the requests that arrived in the window. Requests without a value count
+    too: if there are any, the curve ends below 100 %.
     """
     values = run.measured(column)[column]
     known = np.sort(values[np.isfinite(values)])

@@ -283,7 +283,9 @@ def _runs_of(backlogged: Bools) -> Ints:
 def _served(
     service: Service, place: NDArray[np.int64], edges: Floats, weights: ServiceWeights, end_at: float
 ) -> Floats:
-    """Return the cumulative weighted service at each edge, one row per tenant with a place."""
+    """Return the cumulative weighted service at each edge, one row per tenant; `place` holds the row of each tenant, -1
+    for tenants to leave out.
+    """
     rows = int(place.max()) + 1
     row = place[service.tenant]
     first_at = service.first_token_at
