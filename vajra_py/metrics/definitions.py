@@ -74,8 +74,8 @@ class Slo(Struct, frozen=True):
 
 
 class SloDefaults(Struct, frozen=True):
-    """Default SLOs of each class, and of everyone where the class has none; a default applies only to requests without
-    their own SLO of that kind (TTFT, TPOT, TBT or E2E).
+    """Default SLOs by class, and those of `everyone` for each kind of SLO (TTFT, TPOT, TBT or E2E) that a class lacks.
+    A default applies only to requests without their own SLO of that kind.
     """
 
     everyone: Slo = field(default_factory=Slo)
@@ -111,7 +111,7 @@ class SloStatus(IntEnum):
 
 
 class Outcomes(Struct, frozen=True):
-    """Columns that determine latencies and SLOs; one entry per request, times in seconds, NaN = never."""
+    """Columns for computing latencies and SLO status; one entry per request, times in seconds, NaN = never."""
 
     arrived_at: Floats
     first_token_at: Floats
@@ -301,7 +301,9 @@ def gap_statistics(token_at: Floats) -> GapStatistics:
 
 
 def covered_s(begins: Floats, ends: Floats, start_at: float) -> float:
-    """Return the seconds after `start_at` covered by at least one span; spans must be ordered by their starts."""
+    """Return the seconds covered by at least one span. Spans must be ordered by their starts, and none may begin before
+    `start_at`.
+    """
     covered = np.maximum.accumulate(ends)
     before = np.concatenate(([start_at], covered[:-1]))
     return float(np.maximum(ends - np.maximum(begins, before), 0.0).sum())

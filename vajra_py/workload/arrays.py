@@ -33,7 +33,8 @@ def objects(values: Sequence[object]) -> ObjectArray:
 class StringColumn(Struct, frozen=True):
     """Column of strings in 4 or 12 bytes per row: a label from a small table, and optionally a number (>= 0) after it.
 
-    The string of a row is `labels[codes[row]]`, or with numbers `f"{labels[codes[row]]}{numbers[row]}"`.
+    The string of a row is `labels[codes[row]]`, or with numbers `f"{labels[codes[row]]}{numbers[row]}"`; the number -1
+    stands for no number.
     """
 
     labels: tuple[str, ...]

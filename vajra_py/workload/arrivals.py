@@ -213,7 +213,9 @@ class OnOff(_Modulated):
     )
 
     def stretches(self, modulation: np.random.Generator) -> Iterator[tuple[F64, F64]]:
-        """Yield on and off times in turn; the probability of each first state is its share of the time."""
+        """Yield on and off times in turn; the first state is drawn with each state's share of the time as its
+        probability.
+        """
         cycle_s = self.mean_on_s + self.mean_off_s
         on_rate = self.rate * cycle_s / (self.mean_on_s + self.off_rate_fraction * self.mean_off_s)
         states = ((self.mean_on_s, on_rate), (self.mean_off_s, on_rate * self.off_rate_fraction))
@@ -303,7 +305,8 @@ def arrival_times(
 
     Raises:
         WorkloadError: both limits are missing for a process without an end, `num_requests` is missing for arrivals at
-            once, the rates end before `num_requests` arrivals, too many requests arrive, or none.
+            once, piecewise rates end before `num_requests` arrivals (without `duration_s`), too many requests arrive,
+            or none.
     """
     ends = isinstance(process, PiecewiseConstant) and not process.repeat
     if num_requests is None and (isinstance(process, AtOnce) or (duration_s is None and not ends)):

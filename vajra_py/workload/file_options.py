@@ -46,8 +46,8 @@ class ThinConfig(WorkloadSection):
 class FileOptions(WorkloadOptions):
     """Options of workloads that are read from a file.
 
-    A relative path is looked up in the folder `base_folder` of pydantic's validation context, which is that of the
-    settings' file, then in the folder passed to `source`.
+    A relative path is looked up in `base_folder` of pydantic's validation context (the folder of the settings file),
+    then in the folder passed to `source`.
     """
 
     path: str = Field(min_length=1, description="The file, plain or gzip'd.")

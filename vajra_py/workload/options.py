@@ -1,7 +1,7 @@
 """Options common to all kinds of workload.
 
 They are applied in this order, regardless of their order in the file: cut by time (`start_s`, `end_s`), `skip`, limits
-on lengths, for files `bootstrap`, `thin` and `window`, then `first`, the pace (`rate` or `time_scale`), `max_tokens`,
+on lengths, `bootstrap`, `thin` and `window` (only for files), `first`, the pace (`rate` or `time_scale`), `max_tokens`,
 `priorities`, `tenants`, `slo_classes`.
 """
 
@@ -42,7 +42,7 @@ _Priority: TypeAlias = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 
 
 class WorkloadSection(BaseModel):
-    """Base of the sections of a workload: frozen, no extra keys, no NaN."""
+    """Base of the sections of a workload: frozen, no extra keys, no NaN, no infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
@@ -187,8 +187,9 @@ class WorkloadOptions(WorkloadSection):
         """Return the mean rate of the source over all seeds, in requests per second, before these options are applied;
         None if it is unknown.
 
-        With a mean rate, `rate` stretches the workloads of all seeds by one factor. Without it, each workload is
-        stretched by its own rate, which makes no difference for a file, whose arrivals are the same for every seed.
+        With a mean rate, `rate` stretches the workloads of all seeds by one factor. Without one, each seed's workload
+        is stretched by a factor of its own; for a file, whose arrivals are the same for every seed, the factors are
+        equal.
         """
         return None
 

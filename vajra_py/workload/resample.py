@@ -220,7 +220,7 @@ def _copied(columns: Columns, rows: I64, copies: I64, times: F64) -> Columns:
             for copy, row in zip(copies.tolist(), rows.tolist(), strict=True)
         ]
         changes |= follow_columns(parents)
-    # `parent_calls` has old ids; without it, the parents follow from `follows` and `joins`.
+    # `parent_calls` has old ids; without it, parents are derived from `follows` and `joins`.
     stated = {name: column for name, column in columns.stated.items() if name != "parent_calls"}
     copied = structs.replace(structs.replace(columns, follows=None, joins=None, stated=stated).take(rows), **changes)
     named = {"session_id": copied.session_id, "program_id": copied.program_id}

@@ -32,7 +32,7 @@ class FactFormat(Struct, frozen=True):
         values: converts a column, or a slice of one, to values.
         read_json: converts a JSON value; raises TypeError or ValueError if it is not allowed.
         json_allowed: description of the JSON values allowed, for errors.
-        parse_cells: converts the cells of a CSV column to a column; raises ValueError.
+        parse_cells: converts the cells of a CSV column to a column; raises ValueError if a cell is not allowed.
         cells_allowed: description of the cells allowed, for errors.
     """
 

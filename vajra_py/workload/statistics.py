@@ -107,7 +107,7 @@ def workload_statistics(columns: Columns) -> WorkloadStatistics:
 
 
 def _canonical(store: ContentStore) -> tuple[list[int], list[SegmentId]]:
-    """Return for each node the first node with the same sequence of tokens; and the segment id of each node."""
+    """Return the first node with the same tokens from the root, for each node; and the segment id of each node."""
     known: dict[tuple[int, SegmentId, int], int] = {}
     canon: list[int] = []
     segment_ids = [store.segment_id(node) for node in range(len(store.parent))]
@@ -162,7 +162,9 @@ class _Seen:
 
 
 def shared_prompt_tokens(columns: Columns, content: ContentColumn) -> I64:
-    """Return for each request the number of leading prompt tokens that earlier requests had as a prefix."""
+    """Return for each request the number of leading prompt tokens that also begin an earlier request's prompt, or its
+    prompt and output.
+    """
     seen = _Seen(content.store)
     with_outputs = content.store.has_outputs
     outputs = columns.num_output_tokens.tolist()

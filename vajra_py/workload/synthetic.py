@@ -67,7 +67,7 @@ class ClosedLoop(BaseModel):
 def named_streams(seed: int) -> RngFor:
     """Return a function that creates independent random streams by name; equal seeds and names give equal numbers.
 
-    They are for use without an experiment: an experiment derives streams from its own seed.
+    The streams are for use outside an experiment; an experiment derives streams from its own seed.
     """
 
     def rng_for(name: str) -> np.random.Generator:

@@ -191,7 +191,7 @@ class Workload(Sequence[RequestSpec]):
     def slice(
         self, *, start_s: float | None = None, end_s: float | None = None, skip: int = 0, first: int | None = None
     ) -> Workload:
-        """Select requests with start_s <= arrival < end_s, drop the first `skip` of them, and keep `first` of the rest.
+        """Select requests with start_s <= arrival < end_s, drop the first `skip` of them, and keep the next `first`.
 
         The clock of the result starts at `start_s`, or with `skip` at the first request kept. A request whose parents
         are all cut off arrives at its nominal time.

@@ -17,11 +17,11 @@ def difference_table(
     comparison: ComparedSettings, baseline: str, scope: str, metrics: Sequence[Metric] | None = None
 ) -> Table:
     """Return a table of differences from the baseline: a row for each other setting under the baseline's load and each
-    of `metrics` (by default each metric with a better direction), with primary metrics first.
+    of `metrics` (by default each metric for which lower or higher values are better), with primary metrics first.
 
     Differences between replicated settings have an interval, the fraction of replications in which the setting is
-    better, and p-values; differences between settings of one seed are not tested. Raises `RunError` for an unknown
-    baseline.
+    better, and p-values; differences between settings that each have one seed are not tested. Raises `RunError` for an
+    unknown baseline.
     """
     position = comparison.position(baseline)
     shown = [one for one in comparison.shown(scope) if one.lower_is_better is not None] if metrics is None else metrics
@@ -67,7 +67,9 @@ def _cells(metric: Metric, base: float, value: float, versus: Versus) -> tuple[C
 
 
 def spread_of(metric: Metric, versus: Versus) -> str:
-    """Return the interval of a difference as `±0.12`, or an empty string."""
+    """Return the interval of a difference as `±0.12`; an empty string if there is none, or if the difference was not
+    tested.
+    """
     interval = None if versus.difference is None or versus.untested else versus.difference.interval
     return f"±{error_text(metric, interval.half_width)}" if interval is not None and interval.half_width else ""
 

@@ -41,7 +41,9 @@ class ComparedSettings(Struct, frozen=True, dict=True):
     gold`, `tenant a`) and metric key.
     """
     loads: tuple[str, ...]
-    """Workload settings of each setting that differ between settings, as text; empty texts if none differ."""
+    """Values of the workload parameters in which the settings differ, as text, for each setting; empty texts if they
+    differ in none.
+    """
     samples: Mapping[str, Mapping[str, tuple[Samples, ...]]] = field(default_factory=dict)
     """Values by seed, in the structure of `values`; empty if no setting has several replications."""
     replications: tuple[int, ...] = ()
@@ -61,7 +63,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
     tuple if every run of every setting is a replication.
     """
     workloads: str = ""
-    """Sentence, without its full stop, if workloads differ in more than their rate; else empty."""
+    """Sentence, without its full stop, on how the workloads differ; empty if they differ at most in their rate."""
     reasons: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Counts per setting of each reason for a move, deferral or refusal (means over replications)."""
 
@@ -124,7 +126,8 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         it.
 
         Without replications, all settings whose displayed value equals the best one are included. There is no best
-        setting if all values are equal, if there is only one, or if the metric has no better direction.
+        setting if all values are equal, if there is only one value, or if neither lower nor higher values of the metric
+        are better.
         """
         row = self.values[scope][key]
         found: set[int] = set()
@@ -134,8 +137,8 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         return frozenset(found)
 
     def best_of(self, key: str, position: int, scope: str = OVERALL) -> int | None:
-        """Return the position of the first of the best settings under the load of the setting at `position`; None if
-        there is no best one.
+        """Return the lowest position among the best settings under the load of the setting at `position`; None if there
+        is no best setting.
         """
         return min(self.best(key, scope) & set(self.of_load(position)), default=None)
 
@@ -234,8 +237,8 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         )
 
     def shown(self, scope: str = OVERALL, level: int = 1) -> list[Metric]:
-        """Return the metrics up to this level that are worth a row: those with a value, except counts that are 0
-        everywhere.
+        """Return the metrics up to this level that are worth a row: those with a value, except counts of `_QUIET_ZEROS`
+        that are 0 for every setting.
         """
         rows = self.values[scope]
         return [

@@ -71,8 +71,9 @@ class Comparison(ComparedSettings, frozen=True):
     def to_latex(self, scope: str = OVERALL, columns: Sequence[str] = ()) -> str:
         """Return a LaTeX table (package booktabs) that fits a page, with its legend in the caption.
 
-        A few settings are shown as columns. More settings are rows, with a rule between loads, and the primary metrics
-        are columns. If `columns` names metrics, settings are rows and these metrics the columns, in that order.
+        Up to `WIDE` settings are shown as columns. If there are more, settings are rows, with a rule between loads, and
+        the primary metrics are columns. If `columns` names metrics, settings are rows and these metrics the columns, in
+        that order.
         """
         metrics = named_metrics(columns, "--columns") if columns else None
         if metrics is None and len(self.names) > WIDE:
@@ -83,8 +84,8 @@ class Comparison(ComparedSettings, frozen=True):
     def render(self, scope: str = OVERALL, columns: Sequence[str] = ()) -> TerminalTable:
         """Return a table to print with rich on a terminal; the best value of each metric is bold and marked.
 
-        A few settings are shown as columns. More settings are rows, and the table is split if its metrics do not fit
-        the terminal. If `columns` names metrics, settings are rows and these metrics the columns.
+        Up to `WIDE` settings are shown as columns. If there are more, settings are rows, and the table is split if its
+        metrics do not fit the terminal. If `columns` names metrics, settings are rows and these metrics the columns.
         """
         metrics = named_metrics(columns, "--columns") if columns else None
         return TerminalTable(value_table(self, scope, metrics, by_setting=True if columns else None))

@@ -25,9 +25,11 @@ class Metric(Struct, frozen=True):
     scale: float = 1.0
     """Factor from the raw value to the displayed unit."""
     lower_is_better: bool | None = None
-    """Better direction; None if there is none."""
+    """True if lower values are better, False if higher values are better, None if neither."""
     level: int = 1
-    """0: shown also for many runs; 1: shown for few runs; 2: only in data frames, CSV and full tables."""
+    """0: shown for any number of settings; 1: shown for few settings (columns); 2: only in data frames, CSV and full
+    tables.
+    """
 
     @property
     def is_proportion(self) -> bool:
@@ -226,7 +228,9 @@ def error_text(metric: Metric, value: float) -> str:
 
 
 def significant(value: float) -> str:
-    """Return a number as text: a whole number from 100, with one to three decimals below, an exponent below 0.001."""
+    """Return a number as text: without decimals from 100 on, with one to three decimals below 100, and with an exponent
+    below 0.001 (except 0).
+    """
     size = abs(value)
     if size >= 1000:
         return f"{value:,.0f}"

@@ -19,7 +19,7 @@ from vajra_py.metrics.comparison.table_renderers import csv_text
 from vajra_py.metrics.comparison.tables import difference_records, records
 
 BASELINE = "baseline"
-"""Name of the entry with which the other entries are compared."""
+"""Name of the map's entry with which all other policies are compared."""
 
 PRIMARY: Sequence[str] = (
     "ttft_mean_s",
@@ -40,7 +40,7 @@ class WorkloadComparison:
     description: str
     comparison: Comparison
     policies: Sequence[str]
-    """Entries in the order of the map, the baseline first."""
+    """Names of the policies in the order of the map, with the baseline first."""
     loads: Sequence[str]
     """Loads in ascending order."""
     positions: Mapping[tuple[str, str], int]
@@ -152,7 +152,7 @@ def map_csv(workloads: Sequence[WorkloadComparison]) -> str:
 
 
 def values_csv(workloads: Sequence[WorkloadComparison]) -> str:
-    """Return every metric of every policy under every load as CSV, over all requests."""
+    """Return, as CSV, the values of every metric over all requests, for every policy and load."""
     return _csv(row for own in workloads for row in _placed(own, records(own.comparison, OVERALL), "run"))
 
 

@@ -50,8 +50,8 @@ class Versus(Struct, frozen=True):
 
     @property
     def better_fraction(self) -> float | None:
-        """Estimated probability that a replication of the setting is better than one of the baseline; None for a metric
-        without a better direction.
+        """Estimated probability that a replication of the setting is better than one of the baseline; None without
+        `difference`, or if neither lower nor higher values of the metric are better.
         """
         lower_is_better = BY_KEY[self.key].lower_is_better
         if lower_is_better is None or self.difference is None:

@@ -17,8 +17,8 @@ _JUDGED = {"ttft_mean_s": "ttft_s", "tpot_mean_s": "tpot_s", "e2e_mean_s": "e2e_
 
 
 def step_time_origins(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """Return each origin as one sentence without its full stop, with the names of the runs it applies to (an empty list
-    means all); runs that do not record it are left out.
+    """Return each origin of step times as one sentence without its full stop, with the names of the runs it applies to
+    (an empty list means all); runs that do not record it are left out.
     """
     found: dict[str, list[str]] = {}
     for run in runs:

@@ -76,7 +76,7 @@ def _rich(table: Table, room: int, *, is_stacked: bool) -> RichTable:
     fits = first + sum(whole) + _GAP * (len(whole) + 1) <= room
     for i, head in enumerate(table.heads):
         is_text = i in table.text_columns
-        # In a table that is too wide with headings on one line, headings wrap, and text columns share the rest.
+        # If the table is too wide with each heading on one line, headings wrap, and text columns share the free width.
         own = whole[i] if fits else None if is_text else needed[i]
         found.add_column(
             escape(head),

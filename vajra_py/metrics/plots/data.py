@@ -33,8 +33,8 @@ class Cdf:
 
 
 def request_cdf(run: RunData, column: str) -> Cdf:
-    """Return the distribution of a latency over the requests that arrived in the window. Requests without a value
-    count, so the curve then ends below 100 %.
+    """Return the distribution of a latency over the requests that arrived in the window. Requests without a value count
+    too: if there are any, the curve ends below 100 %.
     """
     values = run.measured(column)[column]
     known = np.sort(values[np.isfinite(values)])
@@ -144,7 +144,7 @@ def tokens_per_step(run: RunData, edges: Floats) -> tuple[Floats, Floats]:
 
 def service_over_time(run: RunData, edges: Floats, weights: ServiceWeights) -> dict[str, Floats]:
     """Return each tenant's cumulative weighted service at each edge. Prompt tokens count when the first output token is
-    emitted, output tokens evenly until the end.
+    emitted, output tokens evenly from then until the request's end.
     """
     table = run.requests("tenant", "num_prompt_tokens", "num_output_tokens", "first_token_at", "ended_at")
     encoded = table.column("tenant").combine_chunks().dictionary_encode()

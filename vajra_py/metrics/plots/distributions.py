@@ -86,7 +86,9 @@ def _draw_cdfs(axes: Any, named: tuple[Sequence[str], Sequence[Cdf]], arrangemen
 
 
 def _share_log_range(column_axes: Any, curves: Sequence[Cdf]) -> None:
-    """Set one logarithmic range that covers every curve, without empty decades caused by a few instant answers."""
+    """Set one logarithmic range for all curves. It begins at most five decades below the largest value, so that a few
+    instant answers do not stretch it.
+    """
     known = [curve.values for curve in curves if curve.values.size and curve.values[-1] > 0]
     for axes in column_axes:
         if not known:
@@ -223,8 +225,8 @@ def _finish_slowdowns(axes: Any, edges: list[int], used: list[int]) -> None:
 
 
 def _per_bucket(columns: dict[str, Any], edges: list[int], since: str, reduce: Any) -> Floats:
-    """Return a statistic (`reduce`) per bucket of the seconds per prompt token from `since` to the first token; NaN
-    without requests.
+    """Return, for each bucket of prompt lengths, a statistic (`reduce`) of the seconds per prompt token from `since` to
+    the first token; NaN for a bucket without requests.
     """
     took_s = columns["first_token_at"] - columns[since]
     lengths = columns["num_prompt_tokens"]

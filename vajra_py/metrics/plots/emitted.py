@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 MAX_PANELS = 8
 """Maximum number of panels; emitted values are taken in order of policy and name."""
 _MAX_POINTS = 2000
-"""Number of points to which longer lines are thinned, in even steps; a line has fewer than twice as many."""
+"""A line with at least twice this number of points is thinned to at least this number, by drawing only every n-th
+point.
+"""
 
 
 def has_emitted(runs: Sequence[RunData]) -> bool:

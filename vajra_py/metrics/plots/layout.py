@@ -1,9 +1,9 @@
 """Assignment of panels, colours and dashes to runs, so that a figure of forty runs stays readable.
 
-Up to eight runs share a panel, each with its own colour. If more runs form a grid, as in a sweep, one axis of the grid
-determines the panel, one the colour and one the dashes; a load axis determines the panel, so that the runs of a panel
-have the same load. If they do not form a grid, the seven runs with the lowest P99 TTFT are coloured, and the others are
-grey in the background.
+Up to eight runs share a panel, each with its own colour. If more runs form a grid, as in a sweep, the axes of the grid
+determine colours, dashes and panels; a load axis always determines panels, so that the runs of a panel have the same
+load. If they do not form a grid, the seven runs with the lowest P99 TTFT are coloured, and the others are grey in the
+background.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Settings of one system under different rates (possibly only one)."""
+    """Settings of one system under different rates; a series may have only one setting."""
 
     label: str
     settings: tuple[Setting, ...]
@@ -126,8 +126,10 @@ def _called(axis: Axis, level: str) -> str:
 
 
 def _roles(varied: Sequence[Axis]) -> tuple[Axis | None, Axis, list[Axis]] | None:
-    """Return the axes drawn as (dashes, colours, panels); system axes with fewer levels are assigned first. None if no
-    axis varies the system, or an axis has too many levels.
+    """Return the axes drawn as (dashes, colours, panels). A single system axis becomes the colours. Several are
+    assigned in ascending order of their number of levels: to panels and colours if there are two and no load axis, else
+    to dashes, colours and panels. Load axes become panels. None if no axis varies the system, or an axis has too many
+    levels.
     """
     loads = [axis for axis in varied if is_workload(axis) and axis.path != SEED_PATH]
     systems = sorted((axis for axis in varied if not is_workload(axis)), key=lambda axis: len(axis.levels))

@@ -53,7 +53,8 @@ _MAX_REPLICAS = 8
 
 @styled
 def queue_and_kv(runs: Sequence[RunData]) -> Figure:
-    """Draw requests waiting for their first step (left) and KV blocks in use (right) over time, with a line per run.
+    """Draw requests waiting for their first admission (left) and KV blocks in use (right) over time, with a line per
+    run.
 
     Points are means over bins of 1/200 of the displayed time; KV use is a mean over replicas.
     """
@@ -109,8 +110,8 @@ def _draw_queue_and_kv(pair: Any, run: RunData, look: dict[str, Any]) -> None:
 
 @styled
 def batch_composition(runs: Sequence[RunData]) -> Figure:
-    """Draw the mean decode and prefill tokens per step over time, stacked, with a panel per run (at most nine, of the
-    highest load).
+    """Draw the mean decode and prefill tokens per step over time, stacked, with a panel per run (at most nine, chosen
+    by `select`).
     """
     shown, figure, axes = _run_panels(runs, MAX_RUN_PANELS, row_height_in=2.0)
     for run, own in zip(shown, axes, strict=True):
@@ -171,9 +172,9 @@ def service_by_tenant(runs: Sequence[RunData], weights: ServiceWeights | None = 
 
 @styled
 def service_difference(runs: Sequence[RunData], weights: ServiceWeights | None = None) -> Figure:
-    """Draw, for each time, the largest difference between the service that two tenants received in a window that ends
-    at this time and in which both were backlogged throughout, with a line per run, and a panel per load if there are
-    many runs.
+    """Draw the largest difference of service between two tenants over time, with a line per run, and a panel per load
+    if there are many runs. The value at a time is the maximum over all windows that end there and in which both tenants
+    were backlogged throughout.
     """
     arrangement = arrange_runs(runs)
     names = [run.name for run in distinct(runs)]
@@ -205,9 +206,9 @@ def service_difference(runs: Sequence[RunData], weights: ServiceWeights | None =
 def step_timeline(runs: Sequence[RunData], start_at: float | None = None, duration_s: float | None = None) -> Figure:
     """Draw the steps of each replica as bars coloured by kind, with a panel per run (at most six) over the same period.
 
-    Without `start_at` (seconds on the runs' clock) the period is centred at the time with the most waiting requests of
-    the first run shown; without `duration_s` it covers about 70 steps. A triangle marks a step that preempted a
-    request.
+    Without `start_at` (seconds on the runs' clock) the period is centred at the time at which the first run with steps
+    has the most waiting requests; without `duration_s` it covers about 70 steps. A triangle marks a step that preempted
+    a request.
     """
     shown = select(distinct(runs), MAX_TIMELINES)
     stretches = [_stretch(run, start_at, duration_s) for run in shown]

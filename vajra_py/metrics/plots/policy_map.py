@@ -59,8 +59,8 @@ def _load(own: WorkloadComparison, rank: int | None) -> str:
 
 @styled
 def policy_map(workloads: Sequence[WorkloadComparison], rank: int | None = None) -> Figure:
-    """Draw a table for each workload under the load with this rank (by default its main load); rows are policies,
-    columns metrics.
+    """Draw a table for each workload; rows are policies, columns metrics. `rank` selects the load: 0 is the workload's
+    lowest load, None its main load.
 
     Colours show how much better or worse than the baseline a value is; they are pale if the difference is not
     significant.
@@ -199,7 +199,7 @@ def _draw_line(panel: Axes, own: WorkloadComparison, policy: str, key: str, look
 @styled
 def fairness_by_throughput(workloads: Sequence[WorkloadComparison], rank: int | None = None) -> Figure:
     """Draw the largest difference of service between backlogged tenants against throughput, under the load with this
-    rank (by default the main load).
+    rank (see `policy_map`).
     """
     policies = workloads[0].policies
     style = looks(policies)

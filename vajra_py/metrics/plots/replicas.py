@@ -91,8 +91,8 @@ def has_pools(runs: Sequence[RunData]) -> bool:
 
 @styled
 def pools_over_time(runs: Sequence[RunData]) -> Figure:
-    """Draw busy replicas (left) and KV blocks in use (right), with a row per pool and a line per run (at most eight, of
-    the highest load).
+    """Draw busy replicas (left) and KV blocks in use (right), with a row per pool and a line per run (at most eight,
+    chosen by `select`).
     """
     runs = select(distinct(runs), MAX_SERIES)
     arrangement = arrange_runs(runs)

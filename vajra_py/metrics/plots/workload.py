@@ -32,8 +32,8 @@ _PROMPT, _OUTPUT = COLOURS[0], COLOURS[1]
 
 @styled
 def workload_figure(workload: Workload) -> Figure:
-    """Draw six panels: arrivals over time, gaps between them, their dispersion, lengths, repeated prefixes, turns of
-    sessions.
+    """Draw six panels: arrivals over time, gaps between arrivals, index of dispersion of arrivals, lengths, repeated
+    prefixes, turns of sessions.
 
     Arrival times are nominal for requests that follow others, since a turn arrives only after the previous one has
     ended. The index of dispersion is the variance divided by the mean of the number of arrivals in windows of a given

@@ -155,7 +155,9 @@ def _described(axis: Axis) -> str:
 
 
 def _verdicts(settings: Sequence[Setting], comparison: Comparison) -> list[dict[str, Any]]:
-    """Return one entry per stability label, with its settings and the reasons why unstable ones are unstable."""
+    """Return one entry per stability label: the number of its settings, and each setting with the reason for the label.
+    Reasons are omitted for stable settings if there are several settings.
+    """
     found = []
     for label in ("stable", "backlogged", "overloaded", "unknown"):
         members = [i for i, own in enumerate(comparison.stability) if own == label]

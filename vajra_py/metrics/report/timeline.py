@@ -7,7 +7,7 @@ Tracks, from the tables and the decision log of a run:
 * per replica its outgoing and incoming transfers, connected by flow arrows;
 * per replica counters: waiting and running requests, KV blocks in use, decode and prefill tokens;
 * per replicaset (or pool) with a scaler a counter of replicas that are starting, up, or draining;
-* marks for swapped policies, lost and restored replicas, and replicasets that went out of service;
+* marks for swapped policies, lost and restored replicas, cache resets, and replicasets that went out of service;
 * per request one line with a span for the whole request; inside it are spans for the time deferred by admission, the
   time in the queue, each prefill chunk, each unbroken sequence of decode steps, each time preempted, and each time held
   at its source, in transfer, and waiting at its target.

@@ -102,6 +102,6 @@ def _is_sent(row: Row) -> bool:
 
 
 def transfer_rows(run: RunData) -> list[Row]:
-    """Return the run's transfers, in order."""
+    """Return the rows of the run's transfers table, in its order."""
     rows: list[Row] = run.transfers().to_pylist()
     return rows

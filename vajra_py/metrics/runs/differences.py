@@ -65,8 +65,8 @@ def _number_or_json(value: object) -> str:
 
 
 def differences(runs: Sequence[RunData]) -> dict[str, tuple[str, ...]]:
-    """Return each path whose value differs between the runs, with its value in each run, in the order of the first
-    configuration.
+    """Return each path whose value differs between the runs, with its value in each run. Paths are in the order of the
+    first configuration.
     """
     if len(runs) < 2:
         return {}
@@ -137,7 +137,7 @@ def is_rate(axis: Axis) -> bool:
 
 def _follows(values: Sequence[str], kept: Sequence[Sequence[str]]) -> bool:
     """Return whether the values are determined by the kept axes: runs with equal values on all kept axes have equal
-    values here, too.
+    `values`.
     """
     if not kept:
         return False

@@ -16,8 +16,8 @@ sum of their lengths.
 
 
 def load_note(runs: Sequence[RunData]) -> str:
-    """Return sentences on the parts of the load that are equal in all replications; empty if there are none or the
-    manifests do not record them.
+    """Return sentences on parts of the load that do not vary between replications: an exact rate, or windows that
+    overlap in the trace; empty if there are none or the manifests do not record them.
     """
     sources = [_operations(run.manifest.get("workload")) for run in runs]
     found = []

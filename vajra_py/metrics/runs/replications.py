@@ -65,16 +65,16 @@ def system_axes(runs: Sequence[RunData]) -> list[Axis]:
 
 
 def load_labels(runs: Sequence[RunData]) -> tuple[str, ...]:
-    """Return, for each run, the workload settings that differ between the runs (without seeds), as text; empty texts if
-    none differ.
+    """Return, for each run, the values of the workload parameters in which the runs differ (without seeds), as text;
+    empty texts if they differ in none.
     """
     varied = [axis for axis in system_axes(runs) if is_workload(axis)]
     return tuple(", ".join(f"{axis.label} {axis.values[i]}" for axis in varied) for i in range(len(runs)))
 
 
 def workload_differences(runs: Sequence[RunData]) -> str:
-    """Return a sentence, without its full stop, if the runs' workloads differ in more than their rate; else an empty
-    text.
+    """Return a sentence, without its full stop, on how the runs' workloads differ; an empty text if they differ at most
+    in their rate.
     """
     varied = [axis for axis in system_axes(runs) if is_workload(axis)]
     if all(is_rate(axis) for axis in varied):
@@ -96,8 +96,8 @@ def group_replications(runs: Sequence[RunData], *, each_run: bool = False) -> li
     a setting of its own.
 
     Two runs with the same configuration *and* seed are not replications of each other: a simulation repeats itself,
-    although another version of the code may give other results. They become separate settings, named by their folders
-    if that makes the names distinct.
+    although another version of the code may give other results. If every parent folder contains only runs with distinct
+    seeds, its runs become a setting named after it; otherwise each run becomes a setting of its own.
     """
     named = distinct(runs)
     varied = system_axes(runs)

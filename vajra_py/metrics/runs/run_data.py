@@ -131,7 +131,7 @@ class RunData:
 
     @cached_property
     def window(self) -> Window:
-        """The measurement window of the summary."""
+        """The measurement window of the summary; the whole run if the summary has none."""
         start_s, end_s = self.summary.value("window.start_s"), self.summary.value("window.end_s")
         if start_s is None or end_s is None:
             return covering_window(self.requests("arrived_at", "first_token_at", "ended_at"), self.steps())

@@ -31,7 +31,7 @@ def admission_section(requests: ArrowTable, inside: NDArray[np.bool_]) -> dict[s
     `refused` those that it refused, and `deferred` those still deferred when they, or the run, ended. `rejected` counts
     all rejected requests by kind, including those rejected before the policy was called. `deferred_s` is the
     distribution of deferral times of requests whose deferral has ended; `deferred_by_reason` counts deferred requests
-    by the policy's last reason for it.
+    by the policy's last reason for deferring them.
     """
     if "admission" not in requests.column_names:
         return {}

@@ -142,7 +142,7 @@ def backlogged_service(
     service: Service, num_tenants: int, shares: Floats, weights: ServiceWeights, end_at: float, start_at: float
 ) -> BackloggedService:
     """Return the service of the tenants that were backlogged together between `start_at` and `end_at` (seconds), on a
-    grid from the first to the last time at which two tenants were.
+    grid from the first to the last time at which at least two tenants were backlogged.
     """
     begins = np.maximum(service.arrived_at, start_at)
     ends = np.minimum(service.waits_until(end_at), end_at)
@@ -283,7 +283,9 @@ def _runs_of(backlogged: Bools) -> Ints:
 def _served(
     service: Service, place: NDArray[np.int64], edges: Floats, weights: ServiceWeights, end_at: float
 ) -> Floats:
-    """Return the cumulative weighted service at each edge, one row per tenant with a place."""
+    """Return the cumulative weighted service at each edge, one row per tenant; `place` holds the row of each tenant, -1
+    for tenants to leave out.
+    """
     rows = int(place.max()) + 1
     row = place[service.tenant]
     first_at = service.first_token_at

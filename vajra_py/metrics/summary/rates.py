@@ -40,7 +40,7 @@ class RateTime(Struct, frozen=True):
     """Time spans over which a run's rates are computed, in seconds; None where undefined."""
 
     duration_s: float | None
-    """Denominator of the rates; None for fewer than two completed requests."""
+    """Denominator of the rates; None if undefined, such as for fewer than two completed requests."""
     over: str
     """Kind of the time in `duration_s`: `arrivals` or `completions`."""
     arrivals_s: float

@@ -80,9 +80,9 @@ class Stability(Struct, frozen=True):
     """Mean number of requests waiting for their first admission in each quarter."""
     shed_fraction: float
     mean_waiting: float
-    """Mean number of requests waiting for their first admission over the window."""
+    """Mean over the window of the number of requests waiting for their first admission."""
     mean_in_service: float
-    """Mean number of requests that were admitted and had not ended over the window."""
+    """Mean over the window of the number of requests in service (admitted and not ended)."""
 
 
 class Lifetimes(Struct, frozen=True):
@@ -198,8 +198,8 @@ def _quarter_edges(arrived_at: Floats, window: Window) -> Floats:
 
 
 def _growth(stays: tuple[Floats, Floats], sizes: Floats, edges: Floats, names: tuple[str, str]) -> _Growth:
-    """Return the growth of a stock. `stays` are the times at which each request entered and left it; `names` are its
-    unit and place.
+    """Return the growth of a stock. `stays` are the times at which each request entered and left the stock; `names` are
+    the stock's unit and place.
     """
     if not edges.size:
         return _Growth(*names, (), (), math.nan, 0.0, 0.0)
@@ -230,8 +230,8 @@ def _mean_between(
 
 
 def _shed_fraction(lifetimes: Lifetimes, inside: Bools) -> float:
-    """Return the fraction of arrivals that expired or were rejected although they could run. A rejected request larger
-    than every served one is not counted, since it may never fit.
+    """Return the fraction of arrivals that expired, or that were rejected although they could run. A rejected request
+    larger than every served one is not counted, since it may never fit.
     """
     total = int(inside.sum())
     if not total:

@@ -335,7 +335,7 @@ def _censored(columns: _Columns, arrived: Ints) -> Section:
     if not cut.any():
         return {}
     age_s = columns.age_s[arrived]
-    # An unfinished request gives no lower bound of its time per output token.
+    # An unfinished request gives no lower bound of its time per output token other than 0.
     least = {"ttft_s": age_s, "tpot_s": np.zeros(len(arrived)), "e2e_s": age_s, "queue_s": age_s}
     found = {}
     for name, bound in least.items():

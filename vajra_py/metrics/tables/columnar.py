@@ -191,7 +191,7 @@ class GapList:
         return gaps, weights
 
     def _merge(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        single = np.sort(np.array(self._single, dtype=np.float64))  # the argsort below is many times slower
+        single = np.sort(np.array(self._single, dtype=np.float64))  # many times as fast as the argsort below
         firsts = _firsts(single)
         shared = [log.weighted() for log in self._logs.values()]
         gaps = np.concatenate((np.array(self._gaps, dtype=np.float64), single[firsts], *(one[0] for one in shared)))

@@ -27,7 +27,7 @@ _ORDER = [(name, "ascending") for name in ("at", "replicaset", "policy", "name",
 
 
 def emitted_table(figures: EmittedFigures) -> ArrowTable:
-    """Return the table of these values, in its row order."""
+    """Return the table of these values, with its rows in the order of `emitted.parquet`."""
     import pyarrow as pa
 
     number, index = np.array(figures.numbers, dtype=np.int64), np.array(figures.indices, dtype=np.int64)
@@ -44,7 +44,7 @@ def emitted_table(figures: EmittedFigures) -> ArrowTable:
 
 
 def combined(tables: list[ArrowTable]) -> ArrowTable:
-    """Concatenate the tables of a run's parts, in the table's row order."""
+    """Concatenate the tables of a run's parts, with rows in the order of `emitted.parquet`."""
     import pyarrow as pa
 
     return pa.concat_tables(tables).sort_by(_ORDER)

@@ -1,7 +1,7 @@
 """Observer that records one row per request and per step.
 
-Token times are not recorded token by token: a request in a decode pool receives its tokens at the ends of the pool's
-steps, so gaps are computed from the pool's step ends, for many ended requests at once.
+Token times are not recorded token by token: requests that decode together (`vajra_py.runtime.requests.decode_pool`)
+share a log of their steps' ends, so gaps are computed from these logs, for many ended requests at once.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class TierLink(Struct, frozen=True):
 
 
 def links_of(controller: Controller) -> dict[str, dict[str, TierLink]]:
-    """Return, for each replicaset with tiers, their links by name, nearest first."""
+    """Return, for each replicaset with tiers, the links of its tiers by tier name, with the nearest tier first."""
     found: dict[str, dict[str, TierLink]] = {}
     for name, replicaset in controller.replicasets.items():
         rules = replicaset.tiers

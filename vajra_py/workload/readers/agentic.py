@@ -54,8 +54,8 @@ def read_agentic_sessions(file: Path) -> list[AgenticSession]:
     Keys: `id`, `block_size`, `tool_tokens`, `system_tokens`, `requests`. A request is a list: seconds from the
     session's start, prompt tokens, output tokens, seconds at the server, seconds of think time before it, seconds to
     the first token, user turn (0 or 1), leading blocks seen before, [first block id, number of blocks, …]. A think time
-    of null stands for the time between the end of the previous turn and this one. Source: kv-cache-tester (callanjfox),
-    run-length coded.
+    of null stands for the time from the end of the previous request to the start of this one. Source: kv-cache-tester
+    (callanjfox), run-length coded.
 
     Raises:
         WorkloadError: the file is not as described; the error gives the line.

@@ -1,7 +1,7 @@
 """Read CSV traces (Azure, BurstGPT, length files, others by column names).
 
-Without an id column, ids are the numbers of the data rows (from 0). Rows keep the file's order, which must be the order
-of arrival unless sorting is enabled.
+Without an id column, ids are the numbers of the data rows (from 0). Rows must be in order of arrival, unless sorting is
+enabled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["CsvLayout", "read_azure", "read_burstgpt", "read_csv", "read_lengths
 
 _STATED = {fact.name: format_of(fact) for fact in FACTS}
 MOST_SHOWN = 300
-"""Largest number of characters of a header that an error shows."""
+"""Maximum number of characters of a header to show in an error."""
 
 COMMON_NAMES: Mapping[str, tuple[str, ...]] = {
     "arrived_at": (
@@ -122,10 +122,10 @@ def read_burstgpt(
 
 
 def read_csv(file: Path, layout: CsvLayout | None = None) -> Workload:
-    """Read any CSV file with a header, by the columns of `layout`.
+    """Read any CSV file with a header.
 
-    Without a layout, columns are found by the field names of `RequestSpec` and by usual names, such as
-    `num_prefill_tokens` and `num_decode_tokens` (Vidur).
+    Columns are found by `layout.columns`, else by usual names, such as `num_prefill_tokens` and `num_decode_tokens`
+    (Vidur), else by the field names of `RequestSpec`.
 
     Raises:
         WorkloadError: a column is missing or unknown, or the file is not as described; the error gives the line.
