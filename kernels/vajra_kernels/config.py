@@ -79,9 +79,9 @@ def decode_config(group: int, head_pad: int, element_bytes: int, device: DeviceF
 def ragged_config(group: int, max_query_len: int, head_pad: int, element_bytes: int, device: DeviceFacts) -> TileConfig:
     """Return the tile of a ragged launch whose longest chunk has ``max_query_len`` tokens.
 
-    128 rows with 8 warps suit ``wgmma``; with 64 positions the accumulators leave room for two loads in flight. For
-    head dimensions above 64, GPUs smaller than Hopper (``_is_large``) use 32 positions, since with 64 the registers
-    spill.
+    128 rows with 8 warps suit ``wgmma``; with 64 positions (32 for head dimensions above 128) the accumulators leave
+    room for two loads in flight. For head dimensions above 64, GPUs that are not ``_is_large`` use smaller tiles, since
+    these would spill registers.
     """
     rows = group * max_query_len
     if element_bytes == 4:

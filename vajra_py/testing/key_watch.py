@@ -156,7 +156,7 @@ class KeyWatch:
         return (epoch, request.prefix_hit_tokens(), request.is_resident, *_progress_of(request))
 
     def _compare_hits(self, request: RequestView, at: float, key: Key) -> None:
-        """Check that a waiting request's key with equal hits and progress has not moved before the declared time."""
+        """Check that a waiting request's key has not moved before the declared time, if hits and progress are equal."""
         state, before, moves_at = self.by_hits.get(request, (None, key, None))
         if request.is_resident or state != self._hit_state(request) or (moves_at is not None and moves_at <= at):
             return

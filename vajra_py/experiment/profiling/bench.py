@@ -71,7 +71,7 @@ class Bench:
         first_block: int = 0,
         begins_ahead: bool = False,
     ) -> None:
-        """`begins_ahead`: decode-only steps are launched on the device before the previous step's tokens are known."""
+        """With `begins_ahead`, decode-only steps are launched before the previous step's tokens are known."""
         self._begins_ahead = begins_ahead
         self._runner = runner
         self._size = block_size

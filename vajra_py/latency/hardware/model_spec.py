@@ -115,7 +115,7 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def head_weights(self) -> int:
-        """Number of weights of the output layer, which maps a hidden state to logits; the same if they are tied."""
+        """Number of weights of the output layer, which maps a hidden state to logits; also given if they are tied."""
         return self.vocab_size * self.hidden_size
 
     @property

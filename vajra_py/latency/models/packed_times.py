@@ -28,7 +28,7 @@ class PackedTimes(Struct, frozen=True):
 
     gap: Ints
     """Time from the end of the previous run in this list (of any replica) until this run's first step is formed; for
-    the first run, from 0."""
+    the first run, the time since tick 0."""
     num_steps: Ints
     """Number of steps of each run, at least 1."""
     duration: Ints

@@ -384,8 +384,8 @@ def elementwise_token_s(deployment: Deployment) -> float:
 
 
 def all_reduce_s(deployment: Deployment) -> tuple[float, float]:
-    """Return the seconds per step and per token of the two all-reduces in each layer (a ring of t ranks sends 2 (t - 1)
-    / t of the bytes).
+    """Return the seconds per step and per token of all layers' all-reduces, two in each layer (each rank of a ring of t
+    sends 2 (t - 1) / t of the bytes).
     """
     model, device, tensor = deployment.model, deployment.device, deployment.parallelism.tensor
     if tensor == 1:
