@@ -23,9 +23,9 @@ from vajra_kernels.operands import Column
 from vajra_kernels.reference import attention_reference, sample_reference
 
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
-"""Largest error of an output relative to max(1, its magnitude); outputs are means of standard normal values."""
+"""Largest allowed error of an output relative to max(1, its magnitude); outputs are means of standard normal values."""
 LSE_TOLERANCES = {torch.float32: 5e-6, torch.float16: 2e-4, torch.bfloat16: 2e-4}
-"""Largest absolute error of a log-sum-exp, which is float32 for every dtype."""
+"""Largest allowed absolute error of a log-sum-exp, which is float32 for every dtype."""
 
 
 @dataclass(frozen=True, slots=True)

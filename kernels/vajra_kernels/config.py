@@ -107,7 +107,8 @@ def _is_large(device: DeviceFacts) -> bool:
 def _rows64_config(head_pad: int, device: DeviceFacts) -> TileConfig:
     """Return the tile with 64 rows, for short chunks and for groups of many query heads.
 
-    On GPUs smaller than Hopper, it also serves long chunks with head dimensions above 128, where 128 rows would spill.
+    On GPUs that are not ``_is_large``, it also serves long chunks with head dimensions above 128, where 128 rows would
+    spill registers.
     """
     if head_pad <= 128:
         return TileConfig(64, 64 if _is_large(device) or head_pad <= 64 else 32, 4, 5)
@@ -142,7 +143,8 @@ def merge_config(num_parts: int) -> TileConfig:
 def chunk_splits(num_programs: int, longest: int, tile_n: int, device: DeviceFacts) -> tuple[int, int]:
     """Return (KV positions per split, number of splits) for chunks that take ``num_programs`` programs without splits.
 
-    A few tokens with a long context need few programs; splits increase their number to up to two per multiprocessor.
+    A few tokens with a long context (at most ``longest`` KV positions) need few programs; splits increase their number
+    to up to two per multiprocessor.
     """
     wanted = 2 * device.num_sms // max(num_programs, 1) if num_programs < device.num_sms else 1
     num_splits = max(1, min(wanted, longest // MIN_CHUNK_SPLIT_TOKENS, MAX_CHUNK_SPLITS))

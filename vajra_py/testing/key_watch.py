@@ -86,19 +86,19 @@ class KeyWatch:
         return interpose(self.policy, replaced)
 
     def line(self, request: RequestView) -> tuple[float, float]:
-        """Return the line of the request's key, and check the key at time 0 and later."""
+        """Return the line of the request's key, and check the key at time 0 and at a random later time."""
         self.look(request, 0.0)
         line: tuple[float, float] = self.policy.line(request)
         return line
 
     def key(self, request: RequestView, now: float) -> Key:
-        """Return the request's key, and check it at `now` and later."""
+        """Return the request's key, and check it at `now` and at a random later time."""
         self.look(request, now)
         key: Key = self.policy.key(request, now)
         return key
 
     def look(self, request: RequestView, now: float) -> None:
-        """Read the key at two times, and compare it with the declared motion and with earlier keys."""
+        """Read the key at `now` and later, and compare it with the declared motion and with earlier keys."""
         later = now + float(self.stream.exponential(2.0))
         name = request.request_id
         for at in (now, later):

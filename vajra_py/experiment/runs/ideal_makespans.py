@@ -81,7 +81,7 @@ def _solo_time(model: LatencyModel, *, caches: bool) -> SoloTime:
 
 
 class _CachedTokens:
-    """Computes the numbers of leading prompt tokens that a call's parents have computed."""
+    """Computes the number of leading prompt tokens of a call that its parents have computed."""
 
     def __init__(self, content: ContentColumn | None, outputs: list[int], ids: list[str]) -> None:
         self._content = content
