@@ -23,9 +23,9 @@ from vajra_kernels.operands import Column
 from vajra_kernels.reference import attention_reference, sample_reference
 
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
-"""Largest error of an output relative to max(1, its magnitude); outputs are means of standard normal values."""
+"""Largest allowed error of an output relative to max(1, its magnitude); outputs are means of standard normal values."""
 LSE_TOLERANCES = {torch.float32: 5e-6, torch.float16: 2e-4, torch.bfloat16: 2e-4}
-"""Largest absolute error of a log-sum-exp, which is float32 for every dtype."""
+"""Largest allowed absolute error of a log-sum-exp, which is float32 for every dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ _SAMPLING: tuple[dict[str, float], ...] = (
 def sampling_inputs(
     vocab_size: int, dtype: torch.dtype, generator: torch.Generator, repeats: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logits, parameters, seen) for rows with every feature, as taken by ``sampling.sample_tokens``."""
+    """Return (logits, parameters, seen), arguments of ``sampling.sample_tokens``, for rows that cover every feature."""
     rows = _SAMPLING * repeats
     parameters = torch.zeros((len(rows), len(Column)), dtype=torch.float64)
     parameters[:, [Column.TEMPERATURE, Column.TOP_P, Column.REPETITION]] = 1.0
@@ -257,9 +257,9 @@ def sampling_inputs(
 def sampling_mismatches(
     tokens: torch.Tensor, logits: torch.Tensor, parameters: torch.Tensor, seen: torch.Tensor
 ) -> list[tuple[int, int]]:
-    """Return (row, token) for each token that rounding cannot explain.
+    """Return (row, token) for each token whose difference from the reference cannot be due to rounding.
 
-    The reference draws another token in its place, also if the row's random number, top-p or min-p is changed by 1e-5.
+    For such a row, the reference draws another token, even if the random number, top-p or min-p is changed by 1e-5.
     """
     possible = []
     for slack in (0.0, 1e-5, -1e-5):

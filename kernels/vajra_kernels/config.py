@@ -79,9 +79,9 @@ def decode_config(group: int, head_pad: int, element_bytes: int, device: DeviceF
 def ragged_config(group: int, max_query_len: int, head_pad: int, element_bytes: int, device: DeviceFacts) -> TileConfig:
     """Return the tile of a ragged launch whose longest chunk has ``max_query_len`` tokens.
 
-    128 rows with 8 warps suit ``wgmma``; with 64 positions the accumulators leave room for two loads in flight. For
-    head dimensions above 64, GPUs smaller than Hopper (``_is_large``) use 32 positions, since with 64 the registers
-    spill.
+    128 rows with 8 warps suit ``wgmma``; with 64 positions (32 for head dimensions above 128) the accumulators leave
+    room for two loads in flight. For head dimensions above 64, GPUs that are not ``_is_large`` use smaller tiles, since
+    these would spill registers.
     """
     rows = group * max_query_len
     if element_bytes == 4:
@@ -107,7 +107,8 @@ def _is_large(device: DeviceFacts) -> bool:
 def _rows64_config(head_pad: int, device: DeviceFacts) -> TileConfig:
     """Return the tile with 64 rows, for short chunks and for groups of many query heads.
 
-    On GPUs smaller than Hopper, it also serves long chunks with head dimensions above 128, where 128 rows would spill.
+    On GPUs that are not ``_is_large``, it also serves long chunks with head dimensions above 128, where 128 rows would
+    spill registers.
     """
     if head_pad <= 128:
         return TileConfig(64, 64 if _is_large(device) or head_pad <= 64 else 32, 4, 5)
@@ -142,7 +143,8 @@ def merge_config(num_parts: int) -> TileConfig:
 def chunk_splits(num_programs: int, longest: int, tile_n: int, device: DeviceFacts) -> tuple[int, int]:
     """Return (KV positions per split, number of splits) for chunks that take ``num_programs`` programs without splits.
 
-    A few tokens with a long context need few programs; splits increase their number to up to two per multiprocessor.
+    A few tokens with a long context (at most ``longest`` KV positions) need few programs; splits increase their number
+    to up to two per multiprocessor.
     """
     wanted = 2 * device.num_sms // max(num_programs, 1) if num_programs < device.num_sms else 1
     num_splits = max(1, min(wanted, longest // MIN_CHUNK_SPLIT_TOKENS, MAX_CHUNK_SPLITS))

@@ -63,7 +63,7 @@ class DecodeGroup:
     Attributes:
         rows: int64 rows of the flattened query, or None if they are consecutive from ``first_row`` on.
         first_row: first row, if ``rows`` is None.
-        keys: KV slots of the queries.
+        keys: slots of the keys that the queries attend to.
         mask: additive float32 [num_rows, 1, 1, length] of 0 and -inf, or None if all lengths are equal.
     """
 

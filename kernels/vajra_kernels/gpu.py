@@ -3,8 +3,8 @@
 Invariants:
     - A batch that has only decodes uses the split-KV decode kernel; one without leading decodes, the ragged kernel.
     - A mixed batch uses one ragged launch if its sequences are so short that the ragged kernel would not split a chunk
-      with a context of that length (``config.chunk_splits``). Otherwise decodes use the decode kernel, since one ragged
-      program would read a long context alone.
+      with a context of that length (``config.chunk_splits``). Otherwise its decodes use the decode kernel, since in the
+      ragged kernel a single program may have to read all of a decode's long context.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from vajra_kernels.launch import Launch, device_facts
 from vajra_kernels.ragged import ragged_launches
 
 ONE_LAUNCH_KV_TOKENS = 2 * MIN_CHUNK_SPLIT_TOKENS - 1
-"""Length of the longest KV sequence of a mixed batch that takes a single launch, in tokens; with one more, the ragged
-kernel may split the KV of a chunk into two parts."""
+"""Largest KV length, in tokens, in a mixed batch that uses a single launch; with one token more, the ragged kernel may
+split the KV of a chunk into two parts."""
 
 
 def attention_launches(call: AttentionCall, device: DeviceFacts) -> list[Launch]:

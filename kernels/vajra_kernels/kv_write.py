@@ -2,7 +2,7 @@
 """Write the keys and values of a step's tokens into the paged cache.
 
 Invariants:
-    - Token t goes to slot ``slot_mapping[t]`` = block * block_size + offset, or is not written if that is negative.
+    - Token t goes to slot ``slot_mapping[t]`` = block * block_size + offset; with a negative slot, it is not written.
     - Two tokens of one call never share a slot.
 """
 

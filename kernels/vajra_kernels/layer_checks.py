@@ -39,7 +39,7 @@ class RotationCase:
 
 
 def norm_error(kind: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator, device: str) -> float:
-    """Return the largest error of a norm and its in-place addition, on rows of a wider tensor, with float32 weights.
+    """Return the largest error of a norm and of the addition before it, on rows of a wider tensor; weights are float32.
 
     ``kind`` is "norm", "add" (a part is added first) or "add normed" (the part is normalised and added first).
     """

@@ -1,7 +1,7 @@
 """Operations of a decoder layer between its matrix products and its attention, one launch each.
 
-These are Triton kernels, for tensors that ``backend.uses_triton`` allows. They compute in float32 and round each result
-once.
+These are Triton kernels, for tensors on devices for which ``backend.uses_triton`` is True. They compute in float32 and
+round each result once.
 """
 
 from __future__ import annotations

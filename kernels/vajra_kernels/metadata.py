@@ -103,7 +103,7 @@ class StepMemo:
     cpu_plans: CpuPlans = field(default_factory=CpuPlans)
     decode_plans: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
     """Decode plans by (programs per piece, KV positions per tile, window). A caller that changes the contents of the
-    tensors must clear them."""
+    metadata's tensors must clear these plans."""
     parts: tuple[AttentionMetadata, AttentionMetadata] | None = None
 
 

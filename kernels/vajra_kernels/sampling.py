@@ -1,6 +1,6 @@
 """Sample tokens from logits, in one launch and without waiting for the device.
 
-Only for tensors that ``backend.uses_triton`` allows: on a CPU, sorting with torch is faster.
+Only for tensors on devices for which ``backend.uses_triton`` is True: on a CPU, sorting with torch is faster.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _decode_cases() -> Iterator[StaticCase]:
     for device in (H200, A100):
         shape = AttentionShape(1)
         small = (_DECODE_REGISTERS, _DECODE_SHARED)
-        stack = 8 if device is A100 else 0  # Triton 3.6 needs 8 bytes of stack for it, Triton 3.9 none
+        stack = 8 if device is A100 else 0  # on the A100, Triton 3.6 needs 8 bytes of stack, 3.9 none
         name = "decode bf16 d128 GQA4 block64"
         yield StaticCase(name, device, shape.launch(device), *small, wants_overlap=True, max_stack_bytes=stack)
         shape = AttentionShape(1, block_size=16, dtype=torch.float16)

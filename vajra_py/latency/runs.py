@@ -42,7 +42,7 @@ class HasHostOverhead(Protocol):
 
     @property
     def host(self) -> HostOverhead:
-        """Overhead of the host; step predictions already include its part that belongs to steps."""
+        """Overhead of the host per step and per request; predictions of steps already include that per step."""
 
 
 @runtime_checkable

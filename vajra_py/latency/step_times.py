@@ -49,8 +49,8 @@ REAL = StepTimes("real", "computed by the engine")
 
 
 def combined_step_times(models: Mapping[str, LatencyModel]) -> StepTimes:
-    """Return the origin for a run whose replicasets have these latency models, possibly shared: the least trusted kind,
-    all sources, and the largest error of each metric whose error is known for all of them.
+    """Return the origin for a run whose replicasets have these latency models (several may share one): the least
+    trusted kind, all sources, and the largest error of each metric whose error is known for every model.
     """
     by_replicaset = {name: step_times_of(one) for name, one in models.items()}
     num_fallback = sum(step_times_of(one).num_fallback for one in {id(one): one for one in models.values()}.values())

@@ -84,7 +84,9 @@ class _Subject:
             raise AssertionError(f"{error} ({scenario.name})") from error
 
     def base(self, scenario: Scenario) -> Outcome:
-        """Return the outcome of a scenario without wrapping; requests and blocks are counted after every step."""
+        """Return the outcome of the policy itself, without a wrapper, in a scenario; lost requests and blocks are
+        detected after every step.
+        """
         outcome = self.outcomes.get(scenario.name)
         if outcome is None:
             outcome = self.outcomes[scenario.name] = self.run(scenario, rules=Rules())

@@ -270,7 +270,7 @@ def _is_the_same_when_fast_forwarded(subject: Subject) -> None:
     """Compare a simulation that forms every step with one that fast-forwards equal decode steps.
 
     The reference policies repeat their decodes, so that prioritizers and replicaset schedulers are also tested over
-    runs of steps: the views they read must be the same as step by step.
+    runs of steps: the views that they read must be the same as if every step were formed.
     """
     traits = traits_of(subject.build(context_of(scenarios.LIGHT)))
     if subject.layer is Layer.REPLICA_SCHEDULER and not traits.repeats_decodes:

@@ -136,7 +136,9 @@ def _is_entered(value: Any) -> bool:
 
 
 def futile_preemptions(decisions: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """Return the number of preemptions, and of futile ones: no new request was admitted before the victim's resumption.
+    """Return (number of preemptions, number of futile ones).
+
+    A preemption is futile if its replica admitted no new request before it resumed the victim.
 
     Only meaningful for runs with memory to spare, in which no other request needs a victim's blocks.
     """

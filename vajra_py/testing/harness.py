@@ -112,7 +112,7 @@ class HarnessOptions:
     """Model of the acceptance of drafts; None: no drafts."""
     seed: int = 0
     check_conservation: bool = True
-    """True if requests and KV blocks are counted after every step."""
+    """True if every step is followed by a check that no request and no KV block is lost."""
     keeps_steps: bool = True
     """True if `Harness.steps` is filled. The simulator then forms every step separately, even if its options have
     `fast_forward`; with False, its options decide."""

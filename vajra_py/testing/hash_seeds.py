@@ -41,7 +41,7 @@ Rows: TypeAlias = dict[str, list[str]]
 
 
 def rows_by_hash_seed(policies: Policies) -> list[list[Rows]]:
-    """Run policies in a process for each of `HASH_SEEDS`, at the same time; return a list of runs for each policy.
+    """Run policies in one process per hash seed, concurrently; return, for each policy, its rows by `HASH_SEEDS`.
 
     Raises an error of pickling if a policy cannot be sent to another process, and `RuntimeError` with a process's last
     line if it fails.

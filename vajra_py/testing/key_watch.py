@@ -86,19 +86,19 @@ class KeyWatch:
         return interpose(self.policy, replaced)
 
     def line(self, request: RequestView) -> tuple[float, float]:
-        """Return the line of the request's key, and check the key at time 0 and later."""
+        """Return the line of the request's key, and check the key at time 0 and at a random later time."""
         self.look(request, 0.0)
         line: tuple[float, float] = self.policy.line(request)
         return line
 
     def key(self, request: RequestView, now: float) -> Key:
-        """Return the request's key, and check it at `now` and later."""
+        """Return the request's key, and check it at `now` and at a random later time."""
         self.look(request, now)
         key: Key = self.policy.key(request, now)
         return key
 
     def look(self, request: RequestView, now: float) -> None:
-        """Read the key at two times, and compare it with the declared motion and with earlier keys."""
+        """Read the key at `now` and later, and compare it with the declared motion and with earlier keys."""
         later = now + float(self.stream.exponential(2.0))
         name = request.request_id
         for at in (now, later):
@@ -156,7 +156,7 @@ class KeyWatch:
         return (epoch, request.prefix_hit_tokens(), request.is_resident, *_progress_of(request))
 
     def _compare_hits(self, request: RequestView, at: float, key: Key) -> None:
-        """Check that a waiting request's key with equal hits and progress has not moved before the declared time."""
+        """Check that a waiting request's key has not moved before the declared time, if hits and progress are equal."""
         state, before, moves_at = self.by_hits.get(request, (None, key, None))
         if request.is_resident or state != self._hit_state(request) or (moves_at is not None and moves_at <= at):
             return

@@ -37,7 +37,7 @@ SITUATIONS: Mapping[str, Mapping[str, Any]] = {
 _MOVES = (KeyMotion.ARBITRARY, KeyMotion.VOLATILE)
 
 Gone = tuple[str, int]
-"""An evicted block: (id of the request that used it last, number of blocks before it)."""
+"""An evicted block: (id of the request that used it last, number of blocks before it in the sequence)."""
 
 
 def check_retention(

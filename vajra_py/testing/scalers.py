@@ -95,6 +95,6 @@ def _run(spec: ScalerSpec, params: Mapping[str, Any], settings: Mapping[str, Any
 
 
 def _load() -> list[RequestSpec]:
-    """Return two requests per second, then twenty per second for ten seconds, none for thirty, then two again."""
+    """Return two requests per second for 20 s, twenty per second for 10 s, none for 30 s, then two per second again."""
     times = [0.5 * i for i in range(40)] + [20 + 0.05 * i for i in range(200)] + [60 + 0.5 * i for i in range(40)]
     return [RequestSpec(f"r{index}", at, 20 + 7 * (index % 9), 5 + index % 40) for index, at in enumerate(times)]

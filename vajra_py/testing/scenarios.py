@@ -1,6 +1,7 @@
 """Scenarios that every policy must pass.
 
-They are small (at most 200 KV blocks, a few dozen requests), since requests and blocks are counted after every step.
+They are small (at most 200 KV blocks, a few dozen requests), since every step is followed by a check that no request
+and no block is lost.
 The seed of every scenario is fixed, so two runs of the same policy must make the same decisions.
 """
 
@@ -64,7 +65,8 @@ class Outcome:
     decisions: list[dict[str, Any]] = field(default_factory=list)
     """One row per formed step, as in the decision log, without the step's end."""
     ends: list[tuple[Any, ...]] = field(default_factory=list)
-    """Ends in order: (request id, reason, time, first token, all tokens, preemptions, first admission)."""
+    """Ends in order: (request id, reason, time, time of the first token, times of all tokens, number of preemptions,
+    time of the first admission)."""
     steps: list[tuple[Any, ...]] = field(default_factory=list)
     """Steps as reported to observers at their ends."""
     requests: dict[str, Request] = field(default_factory=dict)
@@ -145,7 +147,7 @@ class Rules:
     """True if every decision is recorded; the simulator then forms every step separately."""
     fast_forward: bool = True
     check_every_step: bool = True
-    """True if requests and blocks are counted after every step; False: only at the end."""
+    """True if it is checked after every step that no request and no block is lost; False: only at the end."""
     policy_timeout_s: float | None = None
     """Real seconds after which a policy call counts as a violation of the contract; None: no limit."""
 

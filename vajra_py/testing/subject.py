@@ -43,7 +43,7 @@ class Subject:
         return self.spec.build(self.spec.config(**self.params), context)
 
     def suits(self, scenario: Scenario) -> bool:
-        """Return False if the policy refuses the scenario's replicas with a `ValueError`."""
+        """Return True unless the policy raises `ValueError` when it is built for the scenario's replicas."""
         try:
             self.build(context_of(scenario))
         except ValueError:
@@ -68,7 +68,9 @@ class Subject:
             raise AssertionError(f"{error} ({scenario.name})") from error
 
     def base(self, scenario: Scenario) -> Outcome:
-        """Return the outcome of a scenario without wrapping; requests and blocks are counted after every step."""
+        """Return the outcome of the policy itself, without a wrapper, in a scenario; lost requests and blocks are
+        detected after every step.
+        """
         outcome = self.outcomes.get(scenario.name)
         if outcome is None:
             outcome = self.outcomes[scenario.name] = self.run(scenario)

@@ -109,7 +109,7 @@ def _plural(place: str) -> str:
 
 def _offers(name: str, registry: Registry) -> list[tuple[str, AnyOffer]]:
     """Return the offers with this name, each with its place under `scheduling`. Raises `UnknownNameError` for an
-    unknown name and `ConfigError` for a scaler.
+    unknown name, and `ConfigError` for a scaler or a preset.
     """
     found: list[tuple[str, AnyOffer]] = [
         (layer.value, registry.policy(layer, name)) for layer in Layer if name in registry.policy_names(layer)

@@ -38,7 +38,7 @@ REPLICATIONS = 8
 OUT = "runs/atlas"
 
 PoolOf = Callable[[ExperimentConfig], MakePool]
-"""Function that returns the factory of the pool for the runs of an experiment."""
+"""Function that returns the factory of the worker pool for the runs of an experiment."""
 
 
 @dataclass(frozen=True, slots=True)

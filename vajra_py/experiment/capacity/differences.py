@@ -41,7 +41,7 @@ class CapacityDifference:
 def capacity_differences(answers: Sequence[CapacityAnswer]) -> list[CapacityDifference]:
     """Return the differences of all pairs of settings with known rates; the first of a pair has the higher capacity.
 
-    The test is Student's t test of the differences of log capacities, paired by seed. The relative difference thus
+    The test is Student's t test of log capacities, paired by seed if seeds are common. The relative difference thus
     follows from the ratio of two geometric means. With common seeds, these means are the capacities of the two
     settings. Each setting's capacities are those of its deciding condition.
     """

@@ -42,7 +42,7 @@ _MAX_LINES = 3
 bracket is bisected.
 """
 _PEAK = 1.25
-"""Ratio of two adjacent rates below which no maximum of a goodput is searched between them."""
+"""Ratio of two adjacent rates below which the search does not look for a maximum of a goodput between them."""
 _MOST_PROBES = 40
 """Maximum number of rates per seed; it ends a search whose slack does not depend on the rate."""
 _FLATTEST = -0.5
@@ -309,7 +309,7 @@ class _Study:
 
 
 def _outcome(seeds: Sequence[SeedCapacity], question: RateQuestion) -> float:
-    """Return -1 if a condition never holds in the range, 1 if it always holds, else 0."""
+    """Return -1 if a condition with these capacities by seed never holds in the range, 1 if it always holds, else 0."""
     if all(one.side == "below" for one in seeds):
         return -1.0
     return float(all(one.side == "above" and one.rate >= question.high for one in seeds))
@@ -338,7 +338,7 @@ def _step(rates: Sequence[float], slack: float, aim: _Aim, *, upwards: bool) -> 
 
 def _between(low: tuple[float, float], high: tuple[float, float], ratio: float, num_cuts: int) -> float:
     """Return a rate between two (rate, slack) points, shifted from the interpolated zero towards the farther end, so
-    that the bracket shrinks from both sides.
+    that the bracket shrinks from both sides; in a wide bracket, or after `_MAX_LINES` such rates, their geometric mean.
     """
     middle = math.sqrt(low[0] * high[0])
     if num_cuts > _MAX_LINES or high[0] > 4 * low[0]:

@@ -105,8 +105,8 @@ class _Question:
     """The setting's configuration as plain values, without `capacity:`."""
     folder: Path
     seeds: tuple[int, ...]
-    """Seeds available to the search, all with different runs. All settings use the same seeds, without those that would
-    repeat a run.
+    """Seeds available to the search, all with different runs. Every setting takes its seeds from the same sequence,
+    without those that would repeat one of its runs.
     """
     question: CapacityConfig
     slo: Slo

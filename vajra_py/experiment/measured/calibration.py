@@ -1,9 +1,9 @@
 """Fit host overhead and a few scale factors, which operator tables do not contain, to a measured run.
 
 The first and last tokens of the fitted requests mark ends of steps, and a simulation determines which steps lie between
-two such ends. The contribution of each figure to each step is known, so the measured times give a linear least-squares
-problem, regularised by the figures' priors. The problem is solved several times, each time with the steps of a
-simulation that uses the previous solution. Requests that were not fitted are used to judge the fit.
+two such ends. The contribution of each fitted figure to each step is known, so the measured times give a linear
+least-squares problem, regularised by the figures' priors. The problem is solved several times, each time with the steps
+of a simulation that uses the previous solution. Requests that were not fitted are used to judge the fit.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ class _Trials:
     def _intervals(
         self, steps: StepCosts, measured: MeasuredRequests, simulated: MeasuredRequests
     ) -> tuple[Floats, Floats, Floats]:
-        """Return, for intervals between the step ends of two tokens, (seconds per unit of each figure, remaining
-        seconds, measured seconds).
+        """Return (seconds per unit of each figure, remaining seconds, measured seconds) of the intervals between two
+        successive step ends that gave a first or last token, if they match in measurement and simulation (`MATCHED`).
         """
         at, there = (np.concatenate([one.first_token_at, one.last_token_at]) for one in (measured, simulated))
         order = np.argsort(at, kind="stable")

@@ -22,7 +22,7 @@ _TOLERANCE_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Figure to fit, with a normal prior truncated at `low`."""
+    """Figure to fit, with a normal prior (mean `prior`, standard deviation `width`) truncated at `low`."""
 
     name: str
     prior: float

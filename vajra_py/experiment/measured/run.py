@@ -280,8 +280,8 @@ def _requests(file: Path) -> MeasuredRequests:
     if not rows:
         raise ConfigError(Problem(str(file), "has no requests"))
     arrived_at, queued_at, first_at, last_at, prompts, outputs = np.array(rows, dtype=np.float64).T
-    # Align the client's clock (arrivals) with the engine's: no request is queued before it arrives, and one is queued
-    # exactly when it arrives.
+    # Align the client's clock (arrivals) with the engine's by the largest offset with which no request is queued before
+    # it arrives.
     known = np.isfinite(queued_at)
     offset = float(np.min(queued_at[known] - arrived_at[known])) if known.any() else 0.0
     if (first_at < arrived_at + offset - 1e-6).any():

@@ -71,7 +71,7 @@ class Bench:
         first_block: int = 0,
         begins_ahead: bool = False,
     ) -> None:
-        """`begins_ahead`: decode-only steps are launched on the device before the previous step's tokens are known."""
+        """With `begins_ahead`, decode-only steps are launched before the previous step's tokens are known."""
         self._begins_ahead = begins_ahead
         self._runner = runner
         self._size = block_size
@@ -133,8 +133,8 @@ class Bench:
 class Reference:
     """Measures the time of a fixed batch, which shows the machine's current speed.
 
-    It uses slots and KV blocks after those of the engine: the runner needs the options of `room`, and `num_blocks`
-    further KV blocks from `first_block` on.
+    It uses slots and KV blocks after those of the engine: the runner needs the options that `room` returns, and
+    `num_blocks` further KV blocks from `first_block` on.
     """
 
     def __init__(self, runner: ModelRunner, options: RunnerOptions, first_block: int) -> None:

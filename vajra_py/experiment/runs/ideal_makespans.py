@@ -29,9 +29,9 @@ def ideal_makespans(
     """Return the ideal makespan of each program in seconds, by id; empty without programs or without predictions.
 
     It is the length of the critical path through a program's graph from its first arrival. The path consists of delays
-    and calls; each call runs alone, computes its prompt in one step, and finds every prompt token that its parents have
-    computed in the prefix cache. `requests` is the requests table; a call's time comes from the latency model of the
-    replicaset that served it.
+    and calls; each call runs alone, computes its prompt in one step, and finds in the prefix cache, if enabled, every
+    prompt token that its parents have computed. `requests` is the requests table; a call's time comes from the latency
+    model of the replicaset that served it.
     """
     solo = {
         name: _solo_time(models[name], caches=one.replica.memory.prefix_cache.enabled)
@@ -81,7 +81,7 @@ def _solo_time(model: LatencyModel, *, caches: bool) -> SoloTime:
 
 
 class _CachedTokens:
-    """Computes the numbers of leading prompt tokens that a call's parents have computed."""
+    """Computes the number of leading prompt tokens of a call that its parents have computed."""
 
     def __init__(self, content: ContentColumn | None, outputs: list[int], ids: list[str]) -> None:
         self._content = content

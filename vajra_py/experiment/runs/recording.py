@@ -127,7 +127,7 @@ class RunRecording:
         self._retention: RetentionLog | None = None
         self._drafts: DraftLog | None = None
         self._controller: Controller | None = None
-        """Controller observed by the recorder and the decision log; None before `begin`."""
+        """Controller observed by the recorder and the logs; None before `begin` and once recording has stopped."""
         self._changes = Changes()
         self.stopped = ""
         """Reason why recording has stopped; empty while it continues."""

@@ -55,7 +55,7 @@ class Tables(Struct, frozen=True):
     """KV transfers between replicas; None if requests cannot move."""
     ideal_makespans: IdealMakespans | None = None
     """Function that returns the ideal makespans of programs, given the requests table; None if unavailable. It is
-    called last because latency models count their predictions.
+    called last, since latency models count predictions, and the recorded counts must not include those that it makes.
     """
     tiers: TierLog | None = None
     """Prefix hits by memory tier and traffic on the tiers' links; None without tiers."""

@@ -20,7 +20,7 @@ class Parallelism(Struct, frozen=True):
     tensor: int = 1
     pipeline: int = 1
     kv: int = 1
-    """KV-parallel groups, each with all tensor-parallel and pipeline ranks."""
+    """KV-parallel groups, each with its own tensor-parallel and pipeline ranks."""
     data: int = 1
     """Data-parallel ranks, each with its share of the routed experts; affects memory only."""
 

@@ -39,8 +39,8 @@ class _Family(Struct, frozen=True):
     tied: bool = False
     head_dim: int | None = None
     sliding_every: int = 1
-    """If the file has a window but no list of layer types, one layer in this many has full attention; 1: no layer has a
-    window."""
+    """If the file has a window but no list of layer types, one layer in this many has full attention; 1: every layer
+    has the window."""
 
 
 _FAMILIES: dict[str, _Family] = {

@@ -115,7 +115,9 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def head_weights(self) -> int:
-        """Number of weights of the output layer, which maps a hidden state to logits; the same if they are tied."""
+        """Number of weights of the output layer, which maps a hidden state to logits; it may share them with the
+        embedding table.
+        """
         return self.vocab_size * self.hidden_size
 
     @property

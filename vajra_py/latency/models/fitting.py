@@ -144,8 +144,8 @@ def errors_of(predict: Callable[[BatchFeatures], float], measured: Sequence[Meas
 
 
 def _knots(values: Sequence[float], singles: int, factor: int) -> list[float]:
-    """Return the knots: 0, the first few numbers, powers of the factor, and the largest value, so that every segment
-    has values.
+    """Return the knots: 0, the largest value, and those of the first few numbers and of the powers of the factor that
+    leave no segment without values.
     """
     largest = max(values)
     knots, top = [0.0], 1

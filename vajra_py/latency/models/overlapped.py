@@ -70,7 +70,7 @@ class OverlappedRooflineModel:
     copies of swapped bytes: a step reads what one copy writes, or writes to blocks that another copy frees.
 
     Raises:
-        ConfigError: the model cannot be split as asked, or the device has no figure for its dtype.
+        ConfigError: the model cannot be divided as configured, or the device does not support its dtype.
         ValueError: the overlap is that of `RooflineModel`, or unknown.
     """
 

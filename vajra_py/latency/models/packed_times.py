@@ -17,7 +17,7 @@ Ints: TypeAlias = NDArray[np.int64]
 
 RECORD_COLUMNS = ("step_index", "num_steps", "gap", "duration", "drift", "bends", "duration_s")
 """Columns of a file of step records, besides `replica_id`: the index of a record's first step, the fields of
-`PackedTimes`, and a duration for all steps of the record, NaN if it follows from the ticks."""
+`PackedTimes`, and the duration of every step of the record in seconds, NaN if durations follow from the ticks."""
 
 _EXACT = 2**53
 """Integers below this are exact as floats, so that a division rounds only once."""
@@ -28,7 +28,7 @@ class PackedTimes(Struct, frozen=True):
 
     gap: Ints
     """Time from the end of the previous run in this list (of any replica) until this run's first step is formed; for
-    the first run, from 0."""
+    the first run, the time since tick 0."""
     num_steps: Ints
     """Number of steps of each run, at least 1."""
     duration: Ints

@@ -81,7 +81,7 @@ class StepCoefficients(Struct, frozen=True):
 
 
 class RooflineModel:
-    """Roofline of one model on one type of device; implements `LatencyModel` and `PredictsDecodeRuns`.
+    """Roofline of a model on one type of device; implements `LatencyModel`, `PredictsDecodeRuns` and `DescribesModel`.
 
     Raises:
         ConfigError: the model cannot be divided as configured, or the device does not support its dtype.
@@ -384,8 +384,8 @@ def elementwise_token_s(deployment: Deployment) -> float:
 
 
 def all_reduce_s(deployment: Deployment) -> tuple[float, float]:
-    """Return the seconds per step and per token of the two all-reduces in each layer (a ring of t ranks sends 2 (t - 1)
-    / t of the bytes).
+    """Return the seconds per step and per token of all layers' all-reduces, two in each layer (each rank of a ring of t
+    sends 2 (t - 1) / t of the bytes).
     """
     model, device, tensor = deployment.model, deployment.device, deployment.parallelism.tensor
     if tensor == 1:
@@ -399,8 +399,8 @@ def _kv_merge(deployment: Deployment) -> tuple[float, float]:
     """Return (seconds per step that merges, seconds per merged token) of merging partial attention over KV-parallel
     groups.
 
-    Each group sends a float32 output vector and one log-sum-exp per query head of its rank to the owner, in every
-    layer.
+    In every layer, the groups exchange a float32 output vector and a log-sum-exp per query head of a rank, at the cost
+    of an all-reduce.
     """
     model, device, split = deployment.model, deployment.device, deployment.parallelism
     head = model.latent.v_head_dim if model.latent else model.head_dim

@@ -22,7 +22,10 @@ Factor = Callable[[tuple[Array, ...]], Grid | None]
 
 
 class DecodeRow:
-    """Times of a fixed number of decodes by their mean context; linear between the knots and beyond the last."""
+    """Times of one attention call with a fixed number of decodes and no chunk, by the decodes' mean context.
+
+    Times are linear between the knots and beyond the last one.
+    """
 
     __slots__ = ("knots", "slopes", "values")
 
@@ -95,9 +98,9 @@ def _equal(_axes: tuple[Array, ...]) -> Grid | None:
 class AttentionGrid:
     """Attention times of one layer in microseconds, from rows of (chunk, context, decodes, decode context, time).
 
-    The rows were measured with equal contexts. For unequal ones, `decode_factor` and `mixed_factor` return factors on
-    the times at the grid's points, given the axes (decodes, context) and (decodes, chunk, chunk's context, decodes'
-    context).
+    The rows were measured with decodes of equal context. For unequal ones, `decode_factor` (given the axes decodes and
+    context) and `mixed_factor` (given decodes, chunk, chunk's context, decodes' context) return factors on the times at
+    the grid's points.
     """
 
     def __init__(self, rows: Array, decode_factor: Factor = _equal, mixed_factor: Factor = _equal) -> None:
@@ -123,7 +126,7 @@ class AttentionGrid:
         self._slices: dict[int, MixedSlice] = {}
 
     def decodes(self, count: int) -> DecodeRow:
-        """Return the times of `count` decodes alone, by their mean context."""
+        """Return the times of one attention call with `count` decodes and no chunk, by their mean context."""
         row = self._rows.get(count)
         if row is None:
             values = _along_first(self.decode_counts, self._decode, float(count))
@@ -131,11 +134,11 @@ class AttentionGrid:
         return row
 
     def prefill_us(self, chunk: float, context: float) -> float:
-        """Return the microseconds of one chunk alone."""
+        """Return the microseconds of one attention call with a chunk and no decodes."""
         return self._prefill.at(chunk, context, 0.0)
 
     def mixed(self, count: int) -> MixedSlice:
-        """Return the times of `count` decodes beside a chunk."""
+        """Return the times of one attention call with a chunk and `count` decodes."""
         found = self._slices.get(count)
         if found is None:
             counts, chunks, contexts, decode_contexts = self._mixed_axes

@@ -41,15 +41,15 @@ class Collectives:
             # An all-reduce follows the attention and the feed-forward part of every layer, and the embedding.
             seconds += (2 * self._model.num_layers + 1) * self._reduced_s(state)
         if self._ranks > 1 and self._model.experts is not None and self._link is not None:
-            # An all-gather precedes the experts, and a reduce-scatter follows them: each sends the tokens of all other
-            # ranks once.
+            # An all-gather precedes the experts, and a reduce-scatter follows them: in each of the two, every rank
+            # sends as many tokens as all other ranks have.
             others = min((self._ranks - 1) * tokens, all_tokens)
             moved = others * self._model.hidden_size * self._bytes_each / self._link.bytes_per_s
             seconds += 2 * self._model.experts.num_layers * (self._link.latency_s + moved)
         return seconds
 
     def scores_s(self, sequences: int) -> float:
-        """Return the seconds to gather the logits, of which each tensor-parallel rank computes a part of the
+        """Return the seconds to gather the logits; each tensor-parallel rank computes those of a part of the
         vocabulary.
         """
         if self._tensor == 1:

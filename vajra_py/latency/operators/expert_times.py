@@ -67,8 +67,8 @@ class ExpertTimes:
     def layer_us(self, tokens: float) -> float:
         """Return the microseconds of one layer's experts on the fullest rank; `tokens` counts all ranks.
 
-        A GPU with a slice of every expert reads and multiplies as much as a GPU with the same fraction of whole
-        experts, each with the same number of tokens.
+        A GPU with a slice of every expert reads and multiplies as much as a GPU with the same fraction of the experts,
+        whole, if each expert has as many tokens as before.
         """
         routing = self._routing
         share = tokens / routing.ranks * (routing.imbalance if routing.ranks > 1 else 1.0)

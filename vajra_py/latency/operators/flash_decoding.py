@@ -80,8 +80,8 @@ class DecodeKernel:
         """
         total = float(sum(contexts))
         blocks = [context / total for context in contexts] * self.kv_heads
-        # Running blocks share the bandwidth equally. `served` is how much a block would have read that had run from the
-        # start; `running` has the value of `served` at which each running block ends.
+        # Running blocks share the bandwidth equally. `served` is the amount that a block running from the start would
+        # have read; `running` has the value of `served` at which each running block ends.
         slots = self.num_slots
         running = blocks[:slots]
         heapq.heapify(running)
@@ -123,7 +123,8 @@ class UnequalContexts:
         """Return the factor for a batch of this size (the padded size if a CUDA graph is used)."""
         if self._kernel.splits(num_sequences) or not self._sigma:
             return 1.0
-        # In batches larger than all measured ones, other blocks hide the longest context no worse than in the largest.
+        # Batches larger than all measured ones use the factor of the largest: with more blocks, the longest context
+        # delays the batch no more.
         count = min(num_sequences, self._knots[-1])
         if self._kernel.splits(count):
             return 1.0

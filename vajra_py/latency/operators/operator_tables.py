@@ -125,7 +125,7 @@ class OperatorTables:
     ) -> pa.Table:
         """Return one table with these columns and `latency`, after checking its times.
 
-        Older tables lack the optional columns.
+        Older tables may lack the optional columns.
 
         Raises:
             ConfigError: the table does not exist or lacks a column, or a time is invalid.

@@ -375,7 +375,7 @@ class ProfileBundleModel:
         return number * one, (number - 1) * one + self._attention.mixed(decodes).at(part, middle, mean)
 
     def _token_parts(self, rank_tokens: int, all_tokens: int) -> dict[str, float]:
-        """Return the seconds of everything except attention and head.
+        """Return the seconds of dense layers, experts and collectives (other than that of the logits), by part.
 
         `rank_tokens` is the number of tokens on the fullest rank, `all_tokens` that on all ranks.
         """

@@ -1,1 +1,1 @@
-"""Services of policies: output-length predictors and prefill times."""
+"""Services for policies: output-length predictors and prefill times."""
