@@ -223,7 +223,7 @@ def _same_policy(layer: Layer, first: object, second: object, registry: Registry
 
 
 def canonical(layer: Layer, name: object, registry: Registry) -> object:
-    """Return the own name of a policy that is given by name or alias; return an unknown name unchanged."""
+    """Return the policy's name for a name or an alias; an unknown name is returned unchanged."""
     try:
         return registry.policy(layer, str(name)).spec.name
     except UnknownNameError:

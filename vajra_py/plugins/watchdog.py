@@ -31,7 +31,7 @@ A pause between two samples counts as at most two intervals, since the process m
 """
 _MAX_SECONDS_BETWEEN_LOOKS = 1.0
 _COLLECTION_OFF = threading.Lock()
-"""Held by the thread that has turned garbage collection off, which is one switch for the whole process.
+"""Lock of the thread that has turned garbage collection off, since the whole process has a single switch for it.
 
 A fork waits for it, so that the child starts with garbage collection on.
 """
@@ -124,9 +124,9 @@ def _stack_of(thread_id: int) -> list[FrameType]:
     """Return the frames that a thread is executing, innermost first; none if the thread has ended.
 
     Garbage collection is off meanwhile, since one of its callbacks or finalizers may let another thread run. Two
-    things could then go wrong. CPython holds a lock while it lists the frames of all threads; if the other thread starts
-    a thread, which takes the same lock, both wait for each other forever. And CPython 3.11 assumes that an outer frame
-    stays where it is while the frame's object is created; if the frame has ended, freed memory is read.
+    things could then go wrong. CPython holds a lock while it lists the frames of all threads; if the other thread
+    starts one, which takes this lock too, both wait for each other forever. And CPython 3.11 assumes that an outer
+    frame stays where it is while the frame's object is created; if the frame has ended, freed memory is read.
     """
     frames: list[FrameType] = []
     with _COLLECTION_OFF:

@@ -1,7 +1,7 @@
 """The router's decisions, without clock and network: a backend of the driver whose replicas are servers.
 
-The owner of the clock calls one method per event, each with a later tick. Every event that affects decisions is
-recorded as an input, so that a replay with the same inputs makes the same decisions.
+The owner of the clock calls one method per event, each at a later tick than the one before. Every event that affects
+decisions is recorded as an input, so that a replay with the same inputs makes the same decisions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Adapt vLLM's KV manager to this project's KV memory interface, for models with more than one block table.
+"""Adapt vLLM's KV manager to this project's KV memory interface, for models that are not served by one block table of
+full attention.
 
 Layers with sliding windows free blocks while their request runs, layers that keep a state (Mamba, linear attention)
 hold a fixed number of blocks, and models with several kinds of layers have a block table for each kind. vLLM's

@@ -103,7 +103,7 @@ class Submission:
     """A request submitted to the mechanism, and its result.
 
     Attributes:
-        prompt_token_ids: token ids from which block hashes are computed; None excludes the request from the prefix cache.
+        prompt_token_ids: token ids from which block hashes are computed; None: the request is not in the prefix cache.
         hash_blocks: constructor of the hashes, with the arguments of `TokenBlockHashes`.
         reads_cache: True if it may hit the prefix cache; its blocks are entered there in either case.
         on_ended: called at its end, for any reason.
@@ -412,7 +412,7 @@ class Mechanism(Backend[_VllmReplica]):
             self._driver.verify(one, num_drafts)
 
     def propose(self, requests: Sequence[Request], proposals: Sequence[list[int]]) -> None:
-        """Store the draft tokens proposed for each of the requests that decodes; no step may be in flight."""
+        """Store the draft tokens proposed for those of the requests that are decodes; no step may be in flight."""
         self._executor.age()
         pairs = zip(requests, proposals, strict=True)
         self._executor.newest = found = {one: tokens for one, tokens in pairs if tokens and one.is_skipped}
@@ -426,7 +426,7 @@ class Mechanism(Backend[_VllmReplica]):
         return self._executor.is_unseen
 
     def planned_drafts(self, plan: StepPlan) -> list[list[int]]:
-        """Return the draft tokens of each entry of `plan.drafts`, not to be changed; -1 for a place without a draft."""
+        """Return the draft tokens for each entry of `plan.drafts` as read-only lists; -1 is a place without a draft."""
         places = [[-1] * count for count in range(self.replica.limits.max_draft_tokens + 1)]
         drafted, executor, newest = plan.drafted, self._executor, self._executor.newest
         if executor.is_unseen:
