@@ -50,7 +50,7 @@ class Messages:
         self._computed: Ints = np.empty(0, dtype=np.int64)
         self._output: Ints = np.empty(0, dtype=np.int64)
         self._at_step = -1
-        """Step of the decode pool that the arrays describe."""
+        """The decode pool's `num_committed` at the last plan for which the arrays were used."""
         self._last = -1
         """Index of the last step that contained all of these decodes; -1 without one since the arrays were built."""
         self._step = 0
