@@ -278,8 +278,8 @@ def _loaded(config: Experiment, policies: Iterable[AnyPolicySpec]) -> Experiment
 def _pool(
     on: str, config: ExperimentConfig, workers: int | None, policies: Sequence[AnyPolicySpec]
 ) -> Iterator[MakePool | None]:
-    """Yield the pool factory of the place `on`; None for this machine. Raises the errors of `ray_cluster`, and
-    `ConfigError` if `policies` would have to run elsewhere.
+    """Yield the factory of worker pools at the place `on`; None for this machine. Raises the errors of `ray_cluster`,
+    and `ConfigError` if `policies` would have to run elsewhere.
     """
     from vajra_py.cluster.connect import LOCAL, ray_cluster
     from vajra_py.cluster.places import pool_on

@@ -123,7 +123,7 @@ def show_further_tables(comparison: Comparison) -> None:
 
 
 def print_step_times(runs: Sequence[RunData], comparison: Comparison | None = None) -> None:
-    """Print the origin of these runs' step times, and whether differences between settings exceed their known error."""
+    """Print the origin of these runs' step times, and whether differences between settings exceed the known error."""
     from vajra_py.metrics.comparison.step_time_trust import judged_differences, step_time_origins
 
     for sentence, names in step_time_origins(runs):

@@ -97,7 +97,7 @@ def run(  # noqa: PLR0913 - one argument for each option
 
 @contextmanager
 def _pool_on(on: str, config: ExperimentConfig, workers: int | None) -> Iterator[MakePool | None]:
-    """Yield the worker pool that `--on` names; None for this machine."""
+    """Yield the factory of worker pools at the place that `--on` names; None for this machine."""
     if on == "local":
         yield None
         return
@@ -147,7 +147,7 @@ class _RunOptions(Struct, frozen=True):
     quiet: bool
     workers: int | None
     pool: MakePool | None
-    """Worker pool that executes the runs; None for this machine."""
+    """Factory of the worker pool that executes the runs; None for this machine."""
 
 
 def _run_one(config: ExperimentConfig, options: _RunOptions, display: RunsDisplay) -> RunData:

@@ -1,5 +1,5 @@
-"""Pools for experiments on a cluster: simulations run on its nodes; for an engine, the controller stays in this process
-and the replicas run on the nodes.
+"""Worker pools for experiments on a cluster: simulations run on its nodes; for an engine, the controller stays in this
+process and the replicas run on the nodes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from vajra_py.plugins import load_registry
 
 
 def pool_on(cluster: RayCluster, config: ExperimentConfig, num_workers: int | None = None) -> MakePool:
-    """Return a factory of pools that execute this experiment's runs on the cluster, with at most `num_workers`
+    """Return a factory of worker pools that execute this experiment's runs on the cluster, with at most `num_workers`
     concurrent simulations.
     """
     if config.backend.kind == "simulator":

@@ -1,4 +1,4 @@
-"""Pool of runs on a Ray cluster.
+"""Worker pool that executes runs on a Ray cluster.
 
 Results are returned as the files of a run's folder, so nodes need no shared disk, and each folder is written atomically
 once its run has ended. A run whose worker or node is lost is executed again elsewhere.
@@ -36,7 +36,7 @@ _REMOVE_S = 2.0
 
 
 class RayPool:
-    """Pool that executes runs on a cluster, one per CPU."""
+    """Worker pool on a cluster, with one run at a time for each CPU."""
 
     def __init__(
         self, cluster: RayCluster, num_workers: int | None = None, progress: TaskProgress | None = None

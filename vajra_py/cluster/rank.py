@@ -82,7 +82,7 @@ class Rank:
 
     @ray.method(concurrency_group=WATCH)  # type: ignore[untyped-decorator]
     def watch(self) -> None:
-        """Block forever, so that the call ends only with the actor."""
+        """Block forever: the call ends only with the actor, so that its end reports the loss of the rank."""
         threading.Event().wait()
 
     def _place(self, device: str) -> str:

@@ -169,8 +169,8 @@ class PluginParts:
                 level[RETENTION.key] = named or PolicyChoice(policy=STAND_IN)
 
     def _drafts(self, path: KeyPath, section: dict[str, Any]) -> None:
-        """Report numbers of drafts that do not fit into the model's longest sequence, or exceed the acceptance
-        rates.
+        """Report numbers of drafts that do not fit into the model's longest sequence, or exceed the number of
+        acceptance rates.
         """
         simulator = _mapping(_mapping(self.data.get("backend")).get("simulator"))
         rates = _mapping(simulator.get("drafts")).get("rates")

@@ -69,7 +69,7 @@ def json_schema(registry: Registry) -> Schema:
     for name, model in registered_backends().items():
         backend["properties"][name] = _embedded(TypeAdapter(model), definitions)
     backend.update(additionalProperties=False, minProperties=1, maxProperties=1)
-    # Typed choices occur in backends and in definitions (the simulator, and a replicaset's settings for its backend).
+    # Typed choices occur in backends, and in the definitions of the simulator, its replicasets and its pools.
     for definition in (*backend["properties"].values(), *definitions.values()):
         own: Schema = definition.get("properties", {})
         own.update({key: _in_place_of(own[key], typed[key]) for key in typed if "TypedChoice" in str(own.get(key))})

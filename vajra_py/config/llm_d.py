@@ -30,7 +30,7 @@ PRESET = "vllm-v1"
 """Preset for the servers to which llm-d routes."""
 _SINGLE, _DISAGGREGATED = "single-profile-handler", ("disagg-profile-handler", "pd-profile-handler")
 _PRECISE_SCORER, _PRECISE_PRODUCER = "precise-prefix-cache-scorer", "precise-prefix-cache-producer"
-"""Scorer of earlier versions, and the producer that was part of it."""
+"""Scorer of earlier versions of llm-d, and the producer that was part of it."""
 _IN_PROFILES = (RoutingPartKind.FILTER, RoutingPartKind.SCORER, RoutingPartKind.PICKER)
 _PRODUCER_NAME = "_producer_name"
 """Suffix of parameters that name a producer."""

@@ -1,4 +1,4 @@
-"""Facts needed to repeat a run: settings, code and versions; the run's machine and time are kept apart."""
+"""Facts needed to repeat a run: settings, code and versions; in a separate section, the run's machine and time."""
 
 from __future__ import annotations
 

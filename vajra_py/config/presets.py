@@ -1,7 +1,7 @@
 """Expand short forms, presets and inheritance.
 
-Precedence, highest first, at every level: a replicaset's own keys, its preset, the top level's keys, and the top
-level's preset.
+Precedence of the values of a key, highest first: a replicaset's own, that of its preset, that of the top level, and
+that of the top level's preset.
 Parameters belong to a policy: if a place of higher precedence selects another policy, parameters from places of lower
 precedence are dropped. Pools belong to a preset: a replicaset with its own preset inherits no pools from the top
 level's preset.
@@ -23,8 +23,8 @@ REPLICASET_CHOICES: KeyPath = ("backend", "simulator", "replicasets")
 
 
 def long_forms(root: Entries) -> Entries:
-    """Return the tree with `lrs` expanded to `{policy: lrs}`, and `none` to `{type: none}`, so that paths can address
-    names and parameters.
+    """Return the tree with short forms expanded (`lrs` to `{policy: lrs}`, `none` to `{type: none}`), so that paths can
+    address names and parameters.
     """
     layers = [("scheduling", key) for key in (*(layer.value for layer in Layer), SCALER.key, RETENTION.key)]
     own = [(*REPLICASET_CHOICES, name) for name in _names(root, *REPLICASET_CHOICES)]
@@ -204,8 +204,8 @@ def divided(count: int, weights: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def _completed(over: Any, under: Any, registry: Registry) -> Any:
-    """Return `over` completed from `under`, except for layers (and kinds beside them) in which their policies
-    differ.
+    """Return `over` completed from `under`, except for layers, admission, scaling and retention in which their
+    policies differ.
     """
     for layer in Layer:
         mine, theirs = get(over, layer.value, "policy"), get(under, layer.value, "policy")
@@ -223,7 +223,7 @@ def _same_policy(layer: Layer, first: object, second: object, registry: Registry
 
 
 def canonical(layer: Layer, name: object, registry: Registry) -> object:
-    """Return the own name of a policy that is given by name or alias; return an unknown name unchanged."""
+    """Return the policy's name for a name or an alias; an unknown name is returned unchanged."""
     try:
         return registry.policy(layer, str(name)).spec.name
     except UnknownNameError:

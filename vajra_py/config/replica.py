@@ -235,7 +235,7 @@ def role_of(name: str, pool: PoolConfig) -> PoolRole:
 
 
 def check_pools(pools: Pools, num_replicas: int) -> None:
-    """Raise `ValueError` if no pool serves prompts or decodes, or if replicas are counted twice."""
+    """Raise `ValueError` if no pool serves prompts or decodes, or if `num_replicas` is set beside the pools."""
     if num_replicas != 1:
         raise ValueError("num_replicas is the sum over the pools; give each pool its own")
     roles = {role_of(name, pool) for name, pool in pools.items()}

@@ -71,7 +71,7 @@ class PolicyChoice(Section, Choice):
 
     @property
     def parameters(self) -> Mapping[str, Any] | BaseModel:
-        """Parameters for building the policy: its own model if loaded from a file, else the unvalidated `params`."""
+        """Parameters for building the policy: the validated model if loaded from a file, else raw `params`."""
         return self.params if self._validated is None else self._validated
 
 

@@ -41,7 +41,7 @@ LISTENING_METHODS: Mapping[str, int] = {
     "on_program_end": 2,
     "on_wake": 2,
 }
-"""Optional methods of policies of any layer that notify them about requests and wake-ups."""
+"""Optional methods that notify policies of any layer about requests and wake-ups, with their numbers of arguments."""
 
 CACHE_METHODS: Mapping[str, int] = {
     "on_blocks_stored": 3,
@@ -51,7 +51,7 @@ CACHE_METHODS: Mapping[str, int] = {
     "on_tier_blocks_removed": 4,
     "on_tier_cleared": 3,
 }
-"""Optional methods of policies of any layer that notify them about the content of the replicas' caches."""
+"""Optional methods that notify policies of any layer about the replicas' caches, with their numbers of arguments."""
 
 PART_METHODS: Mapping[RoutingPartKind, Mapping[str, int]] = {
     RoutingPartKind.PRODUCER: {},

@@ -31,7 +31,7 @@ A pause between two samples counts as at most two intervals, since the process m
 """
 _MAX_SECONDS_BETWEEN_LOOKS = 1.0
 _COLLECTION_OFF = threading.Lock()
-"""Held by the thread that has turned garbage collection off, which is one switch for the whole process.
+"""Lock of the thread that has turned garbage collection off, since the whole process has a single switch for it.
 
 A fork waits for it, so that the child starts with garbage collection on.
 """
@@ -123,10 +123,10 @@ class _Watchdog(threading.Thread):
 def _stack_of(thread_id: int) -> list[FrameType]:
     """Return the frames that a thread is executing, innermost first; none if the thread has ended.
 
-    Garbage collection is off meanwhile, since one of its callbacks or finalizers may let another thread run. While
-    CPython lists the frames of all threads it holds a lock that a thread needs to start: both would wait for each other
-    forever. While it creates the object of an outer frame, CPython 3.11 expects that frame to stay where it is: it would
-    read freed memory.
+    Garbage collection is off meanwhile, since one of its callbacks or finalizers may let another thread run. Two
+    things could then go wrong. CPython holds a lock while it lists the frames of all threads; if the other thread
+    starts one, which takes this lock too, both wait for each other forever. And CPython 3.11 assumes that an outer
+    frame stays where it is while the frame's object is created; if the frame has ended, freed memory is read.
     """
     frames: list[FrameType] = []
     with _COLLECTION_OFF:

@@ -108,7 +108,7 @@ def servers_of(config: SystemConfig) -> Mapping[tuple[str, int], ServerConfig]:
 
 
 def description(controller: Controller) -> dict[str, Any]:
-    """Return the maximum length and the number of blocks of each replicaset, for a recording."""
+    """Return, for each replicaset, the largest maximum length and number of blocks of any server, for a recording."""
     found: dict[str, Any] = {}
     for name, replicaset in controller.replicasets.items():
         limits = [one.limits for one in replicaset.replicas]

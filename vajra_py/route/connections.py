@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections to servers: kept for the next request, with limits on everything that a server may send.
+"""HTTP/1.1 connections to servers: kept open for the next request, with limits on everything that a server may send.
 
 The parser's callback passes each piece of an answer directly to the waiting reader, without a layer in between: a
 router forwards thousands of pieces per second.
@@ -20,7 +20,7 @@ import httptools
 
 _MOST_HEAD_BYTES = 2**16
 _MOST_UNREAD_BYTES = 2**18
-"""Unread bytes of an answer above which reading from its connection is paused."""
+"""Number of unread bytes of an answer above which reading from its connection is paused."""
 _KEPT_S = 15.0
 """Seconds for which an idle connection is kept for another request."""
 _LAST_BYTES_S = 1.0

@@ -1,7 +1,7 @@
 """The router's decisions, without clock and network: a backend of the driver whose replicas are servers.
 
-The owner of the clock calls one method per event, each with a later tick. Every event that affects decisions is
-recorded as an input, so that a replay with the same inputs makes the same decisions.
+The owner of the clock calls one method per event, each at a later tick than the one before. Every event that affects
+decisions is recorded as an input, so that a replay with the same inputs makes the same decisions.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class RouteCore(Backend[BackendReplica]):
     def lose(
         self, clock: int, replicaset: str, replica_id: int, detail: str, sent: Sequence[str] | None = None
     ) -> None:
-        """Take a server out of service, and place its requests without output again. Does nothing if it is down.
+        """Take a server out of service, and place again its requests that have no output. Does nothing if it is down.
 
         `sent` lists the ids of the requests that had been sent, for which the failure counts as an attempt. None: all
         of the server's requests had been sent.

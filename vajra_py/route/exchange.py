@@ -183,7 +183,7 @@ class Exchange:
             self.routed.kv_params = None  # the decode server then computes the prompt, too
             session.answer(self.routed, 1, PROMPT, f"server {place}: {fault}")
             if fault.is_down:
-                # Must precede `lose`: it places again the requests that are still in transfer from the lost server.
+                # Must precede `lose`, which places again the requests that are still in transfer from the lost server.
                 session.hand_on()
                 session.lose(place, str(fault))
             return

@@ -1,6 +1,6 @@
 """Index of a server's prefix cache, from its KV events (vLLM's `BlockStored`, `BlockRemoved`, `AllBlocksCleared`).
 
-Events identify blocks by the server's hashes, which depend on its seed and algorithm, and contain the blocks' tokens.
+Events contain the blocks' tokens, and identify blocks by the server's hashes, which depend on its seed and algorithm.
 The index maps each block to this project's hash of the same tokens, so that matching prompts depends only on tokens.
 """
 

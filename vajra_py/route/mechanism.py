@@ -27,11 +27,11 @@ class ServerReport:
     """Load that a server reported, and the router's estimate at the same time.
 
     Attributes:
-        num_running: requests that the server computed, from all sources.
-        num_waiting: requests that waited in the server, from all sources.
-        num_used_blocks: KV blocks in use, computed from the reported usage.
-        num_sent: requests of this router at the server.
-        num_taken_blocks: KV blocks in use by the router's estimate.
+        num_running: number of requests that the server was computing, from all sources.
+        num_waiting: number of requests that were waiting in the server, from all sources.
+        num_used_blocks: number of KV blocks in use, computed from the reported usage.
+        num_sent: number of requests of this router at the server.
+        num_taken_blocks: number of KV blocks in use by the router's estimate.
     """
 
     num_running: int
@@ -46,7 +46,7 @@ class Answered:
     """Progress of one request at a server.
 
     Attributes:
-        num_tokens: output tokens so far.
+        num_tokens: number of output tokens so far.
         end: reason of its end; None if it continues at this server or, after its prompt, at another one.
     """
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # `tracing` needs the extra `otel`
 _GENERATION_ERRORS = answers.errors(400, 401, 404, 408, 413, 429, 503)
 _STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
 _TURNS = 8
-"""Number of event-loop iterations in which pending events of connections, such as disconnections, are handled."""
+"""Number of event-loop iterations to wait for pending disconnections before a request is refused for load."""
 
 
 class Service:

@@ -129,7 +129,7 @@ class Connector:
                 self._finish(record, ([],) * self._num_tables)
 
     def ends_with(self, record: Record, output: EngineCoreOutput) -> None:
-        """Store the last output of a request that ends with the step in flight: the connector may add parameters."""
+        """Store the last output of a request that ends with the step in flight; the connector may extend it."""
         self._last[output.request_id] = output
         self.taken_back(record)
 
@@ -373,8 +373,8 @@ class Connector:
             self._figures = own if self._figures is None else self._figures.aggregate(own)
 
     def _late_report(self, late: LateEnds, report: KvReport) -> KvReport:
-        """Return the report with the number of returned steps, and with the requests that no longer need their blocks
-        in `sent`.
+        """Return the report with the number of returned steps (0 if the step was empty, else 1); its `sent` lists the
+        requests that no longer need their blocks.
         """
         for request in report.sent:
             late.sent(request)

@@ -30,7 +30,7 @@ class Endings:
     def __init__(self, *, lists_finished: bool) -> None:
         self._failed: list[_Failed] = []
         self._finished: dict[int, set[str]] | None = {} if lists_finished else None
-        """Ids of ended requests by client index, for clients to stop tracking; None if vLLM does not list them."""
+        """Ids of ended requests by client index, so that clients stop tracking them; None if not listed."""
 
     @property
     def is_pending(self) -> bool:
@@ -112,7 +112,7 @@ def _output_of(failed: _Failed) -> EngineCoreOutput:
         stop_reason=failed.why,
         events=failed.request.take_events(),
     )
-    if failed.reason is FinishReason.ERROR and hasattr(output, "error"):  # vLLM 0.33 passes it on to the client
+    if failed.reason is FinishReason.ERROR and hasattr(output, "error"):  # vLLM 0.33 passes `error` to the client
         from vllm.outputs import RequestError
 
         output.error = RequestError(code="internal_error", message=failed.why)

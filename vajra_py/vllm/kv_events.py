@@ -1,7 +1,7 @@
 """Publish vLLM's KV cache events for routers: blocks stored in and removed from the prefix cache, by vLLM's hashes.
 
 If events are published, the prefix cache itself is keyed by vLLM's hashes, so that no translation is needed. Two blocks
-have equal hashes of vLLM if and only if they have equal hashes of this project, so decisions do not change.
+have equal hashes in vLLM if and only if they have equal hashes in this project, so decisions do not change.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Report ends of requests to a connector under asynchronous scheduling.
 
-The mechanism ends a request that reaches its maximum length when the next step is formed, while the step before may
+When a step is formed, the mechanism ends each request that has reached its maximum length, although the step before may
 still write the request's blocks. A connector is notified of an end when the last token is known, as by vLLM's own
 scheduler. The request keeps its blocks until the connector has been notified and no step in flight writes them, and, if
 the connector requires it, until they have been sent.

@@ -1,4 +1,4 @@
-"""Requests of vLLM that are updated when a connector reads them, so that a step of unchanged decodes modifies none.
+"""Requests of vLLM that are updated when a connector reads them, so that a steady step of decodes modifies none.
 
 Output, block hashes and computed tokens of a request change with every step, and a connector reads few of them. A lazy
 request takes them from its record and from the mechanism on access, also through views of its tokens and hashes that

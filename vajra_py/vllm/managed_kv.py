@@ -1,4 +1,5 @@
-"""Adapt vLLM's KV manager to this project's KV memory interface, for models with more than one block table.
+"""Adapt vLLM's KV manager to this project's KV memory interface, for models that are not served by one block table of
+full attention.
 
 Layers with sliding windows free blocks while their request runs, layers that keep a state (Mamba, linear attention)
 hold a fixed number of blocks, and models with several kinds of layers have a block table for each kind. vLLM's
@@ -374,7 +375,7 @@ class ManagedKv(WithoutKvExtras):
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        If the tokens take several steps, windows free blocks of earlier steps before later steps need them.
+        If the tokens take several steps, blocks that windows free after earlier steps serve later ones, and count once.
         """
         held = self._held[request]
         done = self.cached_tokens(request) + held.num_loaded or held.request.num_computed_tokens
@@ -404,7 +405,7 @@ class ManagedKv(WithoutKvExtras):
         return self._needed(held, num_tokens) <= self.free_blocks
 
     def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Attach the cached prefix and allocate blocks for `num_tokens` tokens.
+        """Attach the cached prefix, and allocate blocks for the rest of the first `num_tokens` tokens.
 
         Returns the number of cached tokens; None if blocks are lacking.
         """
@@ -476,7 +477,7 @@ class ManagedKv(WithoutKvExtras):
         self._version += 1
 
     def take_cleared(self) -> list[int]:
-        """Return the numbers of blocks allocated since the last call that the workers must zero."""
+        """Return the numbers of the blocks that the workers must zero, of those allocated since the last call."""
         return cast("list[int]", self.manager.take_new_block_ids())
 
     # Consistency

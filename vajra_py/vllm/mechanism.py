@@ -103,7 +103,7 @@ class Submission:
     """A request submitted to the mechanism, and its result.
 
     Attributes:
-        prompt_token_ids: token ids from which block hashes are computed; None excludes it from the prefix cache.
+        prompt_token_ids: token ids from which block hashes are computed; None: the request is not in the prefix cache.
         hash_blocks: constructor of the hashes, with the arguments of `TokenBlockHashes`.
         reads_cache: True if it may hit the prefix cache; its blocks are entered there in either case.
         on_ended: called at its end, for any reason.
@@ -259,7 +259,7 @@ class Mechanism(Backend[_VllmReplica]):
         self._executor.is_unseen = self.replica.limits.max_draft_tokens > 0
 
     def watch(self, observers: Sequence[Observer]) -> None:
-        """Notify these observers, and none of an earlier call, of all events. Call before the first request."""
+        """Notify these observers of all events, in place of those of an earlier call. Call before the first request."""
         self.controller.watch([self._gave_way, *observers])
 
     def take_preempted(self) -> list[str]:
@@ -314,7 +314,7 @@ class Mechanism(Backend[_VllmReplica]):
         return self._turn
 
     def set_gate(self, **changes: Any) -> None:
-        """Change the gate from the open turn on, or from the next one; see `Gate`."""
+        """Change the gate from the open turn on or, if none is open, from the next one; see `Gate`."""
         self._gate = structs.replace(self._gate, **changes)
         if self._turn is None:
             self._is_gate_new = True
@@ -412,7 +412,7 @@ class Mechanism(Backend[_VllmReplica]):
             self._driver.verify(one, num_drafts)
 
     def propose(self, requests: Sequence[Request], proposals: Sequence[list[int]]) -> None:
-        """Store the draft tokens proposed for each request, unless it does not decode; no step may be in flight."""
+        """Store the draft tokens proposed for those of the requests that are decodes; no step may be in flight."""
         self._executor.age()
         pairs = zip(requests, proposals, strict=True)
         self._executor.newest = found = {one: tokens for one, tokens in pairs if tokens and one.is_skipped}
@@ -426,7 +426,7 @@ class Mechanism(Backend[_VllmReplica]):
         return self._executor.is_unseen
 
     def planned_drafts(self, plan: StepPlan) -> list[list[int]]:
-        """Return the draft tokens of each entry of `plan.drafts`, not to be changed; -1 for a place without a draft."""
+        """Return the draft tokens for each entry of `plan.drafts` as read-only lists; -1 is a place without a draft."""
         places = [[-1] * count for count in range(self.replica.limits.max_draft_tokens + 1)]
         drafted, executor, newest = plan.drafted, self._executor, self._executor.newest
         if executor.is_unseen:
@@ -498,8 +498,8 @@ class Mechanism(Backend[_VllmReplica]):
         if is_ahead:
             self._ahead = plan
         if self._executor.newest:
-            # Output outdates the proposals of the step's requests. With a connector, they are kept: failed loads
-            # may prevent the output.
+            # The step's output makes the proposals for its requests useless, so they are dropped. With a connector,
+            # they are kept, because a failed load may prevent the output.
             self._executor.age(set(plan.drafts) if self._connected is None else frozenset())
         result = StepResult(stopped=stopped, accepted=accepted, report=report, is_ahead=is_ahead)
         self._driver.complete(one, plan, result, at_once=at_once)

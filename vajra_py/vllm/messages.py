@@ -43,14 +43,14 @@ class Messages:
         self._zeroes = zeroes and self._managed is None
         self._block_size = replica.limits.block_size
         self._order: Sequence[Request] | None = None
-        """Decodes that the arrays below describe; another list object once a request has joined or left."""
+        """Decodes that the arrays below describe; the pool makes another list when a request joins or leaves."""
         self._decodes: list[Record] = []
         self._counts: dict[str, int] = {}
         """Number of tokens of each decode in a step, by request id."""
         self._computed: Ints = np.empty(0, dtype=np.int64)
         self._output: Ints = np.empty(0, dtype=np.int64)
         self._at_step = -1
-        """Step of the decode pool that the arrays describe."""
+        """The decode pool's `num_committed` at the last plan for which the arrays were used."""
         self._last = -1
         """Index of the last step that contained all of these decodes; -1 without one since the arrays were built."""
         self._step = 0

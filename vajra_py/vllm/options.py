@@ -19,7 +19,7 @@ class VllmOptions(RunnerOptions):
     Attributes:
         max_batch_size: maximum number of requests in a step.
         memory_fraction: fraction of a device's memory for weights and KV blocks.
-        shards: number of devices for tensor parallelism; several are driven by one process of vLLM each.
+        shards: number of devices for tensor parallelism; if there are several, each has its own process of vLLM.
         engine_args: further arguments of vLLM's engine.
     """
 

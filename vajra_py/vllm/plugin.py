@@ -2,7 +2,7 @@
 
 vLLM creates its scheduler last, so a check in the scheduler would fail only after the model is loaded. But vLLM calls
 the plug-ins of `vllm.general_plugins` before it reads its options: this plug-in makes vLLM check every configuration
-with this package's scheduler as soon as the configuration is complete.
+that names this package's scheduler as soon as the configuration is complete.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Record:
         self.num_sent = 0
         """Number of leading entries of its block table that were sent to the workers."""
         self.ran_in = -1
-        """Index of the last step that contained it; -1 if there was none. `Messages` updates it later for bulk decodes."""
+        """Index of the last step with this request; -1 if there was none. For bulk decodes, `Messages` sets it late."""
 
     @property
     def own(self) -> Request | None:
@@ -155,7 +155,7 @@ class RecordRules:
 
     Attributes:
         arrived_at: returns the arrival of a request in seconds on the scheduler's clock.
-        hashes_for: returns the constructor of a request's block hashes for a salt; None if they are not vLLM's.
+        hashes_for: returns the constructor of a request's block hashes for a salt; None for this project's hashes.
         by_tenant: True if tenants never share cached prefixes.
         adapters: names of LoRA adapters; None without adapters.
     """

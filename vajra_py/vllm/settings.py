@@ -198,7 +198,7 @@ def _experiment_of_file(
 
 
 def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the system for vLLM's own algorithm; `options` holds those that differ from vLLM's defaults."""
+    """Return the system for vLLM's own algorithm; `options` holds vLLM's options that differ from their defaults."""
     params = {
         "long_prefill_threshold_tokens": options.get("long_prefill_token_threshold", 0),
         "adaptive_share_tokens": sizes.max_input_tokens,

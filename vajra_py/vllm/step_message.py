@@ -150,7 +150,7 @@ class StepMessage:
     ) -> None:
         """Add tokens of requests that were all part of the step before.
 
-        `num_tokens` are numbers of tokens by request name, `blocks` new blocks by index into `num_tokens`.
+        `num_tokens` holds numbers of tokens by request name; `blocks` holds new blocks by position in `num_tokens`.
         """
         added: list[tuple[list[int], ...] | None] = [None] * len(num_tokens)
         for place, table in blocks.items():

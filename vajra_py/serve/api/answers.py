@@ -163,7 +163,7 @@ class Answer:
         return found
 
     def last_event(self) -> bytes:
-        """Return the event after the last output, with the usage if the client requested it."""
+        """Return the event with the usage, which follows the last output; empty unless the client requested it."""
         options = self.body.stream_options
         return b"" if options is None or not options.include_usage else self._event(None)
 

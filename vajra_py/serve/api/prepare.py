@@ -85,7 +85,7 @@ class Preparer:
         self._numbers = count()
 
     def new_id(self, prefix: str) -> str:
-        """Return an id for an HTTP request that is unique among all servers."""
+        """Return an id, unique among all servers, for an HTTP request."""
         return f"{prefix}-{uuid4().hex}"
 
     async def completion(self, wanted: Wanted, name: str) -> PreparedRequest:
@@ -187,7 +187,7 @@ class Preparer:
             raise of_config_error(error) from None
 
     def _check_queues(self, replicaset: str, num_outputs: int, num_tokens: int) -> None:
-        """Refuse a request whose outputs do not fit even into an empty queue, with status 400.
+        """Refuse, with status 400, a request whose outputs do not fit even into an empty queue.
 
         `Replicaset.refusal` applies the same bounds to each output, given the queue at that time, with status 429,
         since a retry may succeed. It cannot detect that the outputs of one HTTP request never fit together; then every

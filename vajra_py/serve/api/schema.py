@@ -441,7 +441,7 @@ def unknown_fields(body: GenerationBody) -> Iterator[str]:
 class SchedulingHeaders(_StatingHeaders):
     """Facts that gateways state in headers; a header overrides the body's field.
 
-    If a fact has two headers, the first one has priority.
+    If a fact has two headers, the first one in `Fact.headers` has priority.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)

@@ -76,7 +76,7 @@ TENANT_HEADER = next(fact.headers[0] for fact in FACTS if fact.name == "tenant")
 
 
 def body_fields() -> dict[str, Any]:
-    """Return the type and field of every fact in a body."""
+    """Return the pydantic type and field of every fact in a body, by field name."""
     return {fact.body: _body_field(fact) for fact in FACTS}
 
 
@@ -93,7 +93,7 @@ def _bounded(fact: Fact, kind: Any) -> Any:
 
 
 def header_fields() -> dict[str, Any]:
-    """Return the type and default of every header."""
+    """Return the pydantic type and default of every header, by field name."""
     return {
         name: (_bounded(fact, _IN_HEADERS[fact.kind]) | None, None) for fact, names in _HEADERS_OF for name in names
     }

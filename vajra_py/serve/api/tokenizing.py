@@ -34,8 +34,8 @@ class Tokenizing:
         """Return the tokens of a text, with special tokens added unless the text `is_rendered`.
 
         The tokens of a text of more than `max_tokens` characters are first counted piece by piece, in turn with pieces
-        of other texts. Raises `ApiError` as soon as the count shows that the text has `max_tokens` tokens or more; the
-        caller must check shorter texts.
+        of other texts. Raises `ApiError` as soon as the count shows that the text has `max_tokens` tokens or more.
+        The count is a lower bound, and shorter texts are not counted, so the caller must check the number of tokens.
         """
         if len(text) <= SHORT_TEXT:
             return tokenizer.encode(text, is_rendered=is_rendered)

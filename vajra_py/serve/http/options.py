@@ -44,8 +44,8 @@ class ServeOptions:
         max_body_bytes: largest request body, in bytes.
         max_body_values: maximum number of JSON values in a request body; each token id of a prompt is one.
         max_body_containers: maximum number of JSON arrays and objects in a request body; each message is one.
-        max_buffered_bytes: maximum total bytes of request bodies above 64 KiB in memory; further bodies are answered
-            429.
+        max_buffered_bytes: maximum total bytes that request bodies larger than 64 KiB occupy at once; further ones are
+            answered 429.
         max_connections: maximum number of connections; lower if the process may not open that many files.
         max_connections_per_client: maximum number of connections from one address.
         max_header_bytes: largest head of a request (request line and headers), in bytes.
@@ -53,7 +53,7 @@ class ServeOptions:
             connecting.
         body_timeout_s: seconds that a client may take to send the body.
         idle_timeout_s: seconds that a connection stays open between two requests.
-        send_timeout_s: seconds after which a connection is closed whose client reads none of the sent data.
+        send_timeout_s: seconds for which a client may read none of the sent data before its connection is closed.
         guard_health: True if `/health` and `/ready` need the key too.
         guard_metrics: True if `/metrics` needs the key.
         allowed_hosts: names by which clients may address the server; a leading `*.` matches all subdomains; empty: any.

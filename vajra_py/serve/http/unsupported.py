@@ -1,6 +1,6 @@
 """Features of OpenAI's and vLLM's APIs that this server does not support, refused by name.
 
-Ignoring such a field would return something other than what the client requested, so the request is refused. Values
+If a field for such a feature were ignored, the client would get something else than it requested. Values
 that request nothing (null, false, empty, or listed below as neutral) are accepted.
 """
 

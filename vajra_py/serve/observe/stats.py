@@ -104,9 +104,9 @@ class SetStats:
         self.restored: Counter[ReplicaId] = Counter()
         self.swaps: Counter[str] = Counter()
         self.admission: Counter[str] = Counter()
-        """Decisions of the admission policy, other than to accept a request unchanged."""
+        """Number of decisions of the admission policy, by outcome, without requests accepted unchanged."""
         self.admission_reasons: Counter[tuple[str, str]] = Counter()
-        """Refusals and deferrals of the admission policy, with its reasons."""
+        """Number of refusals and deferrals of the admission policy, by outcome and reason."""
         self.num_cached_tokens = 0
         self.num_looked_up_tokens = 0
         self.predicted_s = 0.0

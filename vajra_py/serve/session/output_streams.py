@@ -149,9 +149,9 @@ class LoopBridge:
     """Channel for notes from the engine's thread to the event loop's, with one wake-up for all notes since the last.
 
     After a delivery, the next one waits four times as long as the delivery took, up to 25 ms. If steps are shorter than
-    this pause, several tokens of a stream are written together, so that writing takes at most about a fifth of the
-    interpreter's time from the engine, for any speed of the model and any number of streams. If steps are longer than
-    the pause, no note is delayed.
+    this pause, several tokens of a stream are written together. Writing thus takes at most about a fifth of the
+    interpreter's time from the engine, for any speed of the model, as long as a delivery takes no more than 6 ms. If
+    steps are longer than the pause, no note is delayed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
