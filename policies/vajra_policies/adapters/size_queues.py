@@ -15,7 +15,7 @@ from vajra_py.contract import RequestView
 _ROUNDS = 100
 """Largest number of rounds of k-means."""
 _FIRST, _WINDOW = 16, 1000
-"""Number of requests after which queues are first built, and largest number of requests that are remembered."""
+"""Number of requests after which queues are first built, and number of latest requests that are remembered."""
 
 
 def cuts_of(sizes: Sequence[float], most_queues: int) -> list[float]:
@@ -37,7 +37,7 @@ def cuts_of(sizes: Sequence[float], most_queues: int) -> list[float]:
 
 def quotas_of(needs: Sequence[float], num_tokens: int) -> list[int]:
     """Return each queue's quota: its need plus an equal share of the tokens that are left. If there are too few tokens
-    for all needs, the first queues get theirs in full.
+    for all needs, the first queues get theirs in full, and the last ones less than they need.
     """
     quotas, left = [], num_tokens
     for need in needs:
@@ -114,8 +114,8 @@ class SizeQueues:
         return not self.used[queue] or self.used[queue] + num_tokens <= self.quotas[queue]
 
     def borrowed(self, num_tokens: int, lenders: Sequence[int]) -> list[tuple[int, int]]:
-        """Return charges to the lenders as (queue, tokens), `num_tokens` in total; empty if the lenders have less quota
-        left.
+        """Return charges to the lenders as (queue, tokens), `num_tokens` in total; empty if the lenders together have
+        less unused quota.
         """
         charges = []
         for queue in lenders:

@@ -117,8 +117,8 @@ class Mooncake:
     # Prompts
 
     def _predicted_ttft_s(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> float:
-        """Return the predicted seconds until the request's first token; with the rule `load`, its own prefill time is
-        not counted.
+        """Return the predicted seconds until the request's first token; with the rule `load`, the request's own prefill
+        time is not counted.
         """
         if not replicas:
             return 0.0

@@ -13,7 +13,7 @@ from vajra_py.contract import PolicyConfig, RequestView
 _EXACT = 2.0**53
 """Largest number up to which sums of integers are exact in floating point."""
 _QUANTA_IN_MEMORY = 20
-"""Tokens of the KV memory divided by the default quantum, as in the artifact of VTC."""
+"""Ratio of the tokens of the KV memory to the default quantum, as in the artifact of VTC."""
 
 
 class TokenCostConfig(PolicyConfig):
@@ -29,7 +29,7 @@ class TokenCostConfig(PolicyConfig):
 
 
 class QuantumConfig(TokenCostConfig):
-    """Parameters of policies that serve tenants by a quantum."""
+    """Parameters of policies that serve each tenant for a quantum of tokens at a time."""
 
     quantum: float | None = Field(
         None,
@@ -38,7 +38,7 @@ class QuantumConfig(TokenCostConfig):
     )
 
     def quantum_for(self, num_kv_tokens: int) -> float:
-        """Return the quantum for replicas with room for this many tokens."""
+        """Return the quantum for replicas whose KV memory holds `num_kv_tokens` tokens."""
         return self.quantum if self.quantum is not None else num_kv_tokens / _QUANTA_IN_MEMORY
 
 

@@ -106,8 +106,8 @@ class CostRouter(BindsOnArrival):
             self.sequences.free(request)
 
     def overlaps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Integers:
-        """Return the number of leading full blocks of the prompt that each replica has cached; without KV events, that
-        were sent to it within `router_ttl_secs`.
+        """Return the number of leading full blocks of the prompt that each replica has cached; without KV events, the
+        number of those that were sent to it within `router_ttl_secs`.
         """
         if self._sent is not None:
             return self._sent.counts(request.block_hashes(), now)[figures.ids(replicas)]

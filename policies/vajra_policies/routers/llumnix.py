@@ -175,7 +175,7 @@ class Llumnix(BindsOnArrival):
     # Locations of requests
 
     def on_wake(self, key: str, now: float) -> None:
-        """Set the next wake-up after the interval, while there are requests."""
+        """Set the next wake-up, one interval later, if there are requests."""
         self._looks.woken(now, goes_on=bool(self._places))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:

@@ -78,8 +78,8 @@ class MixedPool(BindsOnArrival):
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """Return the decode replica chosen on arrival; if it is not up, the one with the least memory in use of those
-        that are.
+        """Return the decode replica chosen on arrival; if it is not up, the replica with the least memory in use among
+        those that are up.
         """
         placed = self._scheduled.placed.get(request)
         up = {one.replica_id for one in those_up(replicas)}

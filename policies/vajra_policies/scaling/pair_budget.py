@@ -136,7 +136,7 @@ class PairBudget:
         return max(counts[0], self.least[0]), max(counts[1], self.least[1])
 
     def plan(self, current: Counts, wanted: Counts) -> Counts:
-        """Fit the counts that throughput requires under the ceiling; the floor does not raise them."""
+        """Reduce the counts that throughput requires until they fit the ceiling; the floor does not raise them."""
         bound = self.without_floor()
         return bound.clamp(self.raised(wanted)) if self._is_short(current) else bound.fit(current, wanted)
 
