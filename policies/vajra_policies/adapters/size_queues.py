@@ -1,4 +1,4 @@
-"""Queues of requests by size, each with a quota of tokens; sizes, queues and quotas follow from recent requests."""
+"""Queues of requests by size, each with a quota of tokens; sizes, queues and quotas depend on recent requests."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class SizeQueues:
         self.quotas: list[int] = [num_tokens]
         """Quota of each queue in tokens, the queue of the smallest sizes first."""
         self.used: list[int] = [0]
-        """Tokens of each queue's quota in use."""
+        """Number of tokens of each queue's quota that are in use."""
         self._charges: dict[RequestView, tuple[float, list[tuple[int, int]]]] = {}
         """Time of admission of each admitted request, and its charges as (queue, tokens)."""
         self._num_seen, self._refresh_count, self._refresh_at = 0, _FIRST, float("inf")
@@ -110,7 +110,7 @@ class SizeQueues:
         return lines
 
     def has_quota(self, queue: int, num_tokens: int) -> bool:
-        """Return True if the queue has this many tokens of quota left, or has none in use."""
+        """Return True if the queue has this many tokens of quota left, or if none of its quota is in use."""
         return not self.used[queue] or self.used[queue] + num_tokens <= self.quotas[queue]
 
     def borrowed(self, num_tokens: int, lenders: Sequence[int]) -> list[tuple[int, int]]:

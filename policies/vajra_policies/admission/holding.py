@@ -72,7 +72,9 @@ class Line:
 
 
 class Holding:
-    """Base class of policies that may defer requests: holds these by replicaset, and wakes the policy to retry them."""
+    """Base class of policies that may defer requests: keeps the deferred requests of each replicaset, and wakes the
+    policy to decide on them again.
+    """
 
     def __init__(self, config: HoldingConfig, wake: WakeUps) -> None:
         self._when_closed = config.when_closed

@@ -35,8 +35,8 @@ class BlockHolders:
     def counts(self, blocks: Iterable[Hashable]) -> Integers:
         """Return for each replica, by id, how many of the blocks it holds, up to the first block that no replica holds.
 
-        For a replica that holds no block without all blocks before it, this is the length of the common prefix. For a
-        replica that has lost early blocks, later ones still count, as in llm-d's index.
+        If a replica holds a block only together with all blocks before it, this is the length of the common prefix. For
+        a replica that has lost early blocks, later ones still count, as in llm-d's index.
         """
         total = np.zeros(self._num_replicas, dtype=np.int64)
         holders, run = self._holders, 0

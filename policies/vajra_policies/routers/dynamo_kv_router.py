@@ -79,7 +79,9 @@ class CostRouter(BindsOnArrival):
         """Blocks and tokens that are active at each replica."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica with the least cost, or with `router_temperature` a random one weighted by cost."""
+        """Return the replica with the least cost, or with `router_temperature` a random one, where a lower cost is more
+        probable.
+        """
         up = figures.those_up(replicas)
         if not up:
             return None

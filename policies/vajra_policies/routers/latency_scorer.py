@@ -58,7 +58,9 @@ class LatencyScorer:
         self._matches = matches
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Return the scores; without any prediction, scores of free KV memory, short queues and cached prefixes."""
+        """Return the scores; if no replica has a prediction, scores by free KV memory, short queues and cached
+        prefixes.
+        """
         predicted = self._predictions.latencies(request, replicas, now)
         if all(one is None for one in predicted):
             return self._composite(request, replicas)

@@ -156,7 +156,9 @@ class MixedPool(BindsOnArrival):
     # Completed work
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Count computed prompts as no longer pending, and return the replica to its pool if it is lent and idle."""
+        """Count computed prompts as no longer pending, and return the step's replica to its pool if it is lent and
+        idle.
+        """
         placements = self._scheduled.placed
         for request in step.requests:
             placed = placements.get(request)

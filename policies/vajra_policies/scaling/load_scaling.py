@@ -1,5 +1,5 @@
-"""Load-based scaling of Dynamo's planner: at most one replica more or less per pool, within the minimum set by
-throughput-based scaling and the device budget.
+"""Load-based scaling of Dynamo's planner: at most one replica more or less per pool, within the device budget, and not
+below the minimum that throughput-based scaling sets.
 
 Source: NVIDIA Dynamo 1.6.1, planner (`PlannerScalingState`).
 """

@@ -1,8 +1,8 @@
 """Budget of devices over two pools: decisions are reduced to fit it, never reversed.
 
 The number of replicas of each pool stays between the present and the requested one; if one pool is to grow while the
-other shrinks, both change or neither does. Only if the present replicas do not fit the budget, or a pool has fewer
-than its minimum, the budget replaces the decision (`RECONCILE`).
+other shrinks, both change or neither does. The budget replaces the decision (`RECONCILE`) only if the present replicas
+do not fit it, or a pool has fewer replicas than its minimum.
 
 Source: NVIDIA Dynamo 1.6.1, planner, GPU budget.
 """
