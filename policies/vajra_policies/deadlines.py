@@ -28,7 +28,8 @@ class DeadlineConfig(PolicyConfig):
 
 
 class Deadlines:
-    """Relative deadlines D = max(prefill_time(prompt) * deadline_multiplier, min_deadline_s), or requests' own targets.
+    """Relative deadlines D = max(prefill_time(prompt) * deadline_multiplier, min_deadline_s), or with
+    `use_request_deadlines` requests' own targets.
 
     Source: Vajra's scheduling architecture, EDF prioritizer. A published variant, max(prefill_time, min_deadline),
     lacks the multiplier.

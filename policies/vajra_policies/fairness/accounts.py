@@ -54,10 +54,10 @@ class Accounts:
     """Charges tenants for tokens: w_p per prompt token at the first admission, w_q per generated token, divided by f_u.
 
     A prompt is charged once, since recomputation after a preemption is free; with `charges_cached` False, its cached
-    prefix is not charged. `charge` is called with (tenant, cost, times), and adds `cost` to the tenant's charges
-    `times` times: for a prompt at its admission; for generated tokens when they are collected, at the latest before
-    another prompt of the tenant is charged, or when their own request is preempted, is moved or leaves. The policy
-    forwards its callbacks to this object.
+    prefix is not charged. `charge` is called with (tenant, cost, times), and must add `cost` to the tenant's charges
+    `times` times. Prompts are charged at admission. Generated tokens are charged by `collect` and `collect_all`, at the
+    latest before another prompt of the tenant is charged, or when the request that generated them is preempted, is
+    moved or leaves. The policy forwards its callbacks to this object.
     """
 
     def __init__(

@@ -87,8 +87,8 @@ def _decide_on_two(rules: PlannerRules, pools: tuple[PoolState, PoolState], mode
 
 
 def _reason_of(pool: PoolState, asked: int, lifted: int, count: int) -> str:
-    """Return the reason for a pool's number of replicas, from the number that its load requires (`asked`) and the same
-    number raised to the minimum that throughput-based scaling sets (`lifted`).
+    """Return the reason for a pool's number of replicas, from the number that its load requires, and from that number
+    raised to the minimum that throughput-based scaling sets.
     """
     if count > pool.ready:
         return UP
