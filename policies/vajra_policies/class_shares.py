@@ -1,4 +1,4 @@
-"""Share of a step's time that the prompts of each request class may take."""
+"""Limits on the part of a step's time that the prompts of each request class may take."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from vajra_py.contract import BatchBuilder, RequestView
 class ClassShares:
     """Tracks the predicted time that the prompts of each class add to the step.
 
-    All classes that are not listed share the remaining time. Shares are hard limits: time that a class does
-    not use is not given to other classes.
+    `shares` lists fractions of `target_s` by class; all other classes share the remaining time. Shares are hard limits:
+    time that a class does not use is not given to other classes.
     """
 
     __slots__ = ("_added_s", "_budgets_s", "_by_tenant", "_last", "_rest_s")
@@ -33,7 +33,9 @@ class ClassShares:
         return self._rest_s if name is None else self._budgets_s[name]
 
     def left_s(self, request: RequestView, batch: BatchBuilder) -> float:
-        """Return the seconds that the request's class may still add to the step; called before the request is added."""
+        """Return the seconds that the request's class may still add to the step. Must be called before the request is
+        added.
+        """
         before_s = batch.predicted_time()
         if self._last is not None:
             last, last_before_s = self._last  # only the previous request may have been added since

@@ -7,8 +7,8 @@ from pydantic import Field
 from vajra_py.contract import PolicyConfig, PrefillTime, RequestView
 
 SHORTEST_DEADLINE_S = 0.001
-"""Lower bound for relative deadlines that come from requests' own targets, seconds: a deadline may have passed at
-arrival, and policies divide by it.
+"""Lower bound for relative deadlines that come from requests' own targets, seconds. Policies divide by relative
+deadlines, and a request's own deadline may have passed when the request arrives.
 """
 
 
@@ -28,7 +28,8 @@ class DeadlineConfig(PolicyConfig):
 
 
 class Deadlines:
-    """Relative deadlines D = max(prefill_time(prompt) * deadline_multiplier, min_deadline_s), or requests' own targets.
+    """Relative deadlines D = max(prefill_time(prompt) * deadline_multiplier, min_deadline_s), or with
+    `use_request_deadlines` requests' own targets.
 
     Source: Vajra's scheduling architecture, EDF prioritizer. A published variant, max(prefill_time, min_deadline),
     lacks the multiplier.

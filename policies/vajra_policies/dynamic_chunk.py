@@ -46,7 +46,7 @@ class DynamicChunk:
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the chunk of a prompt that is alone on the replica, by the same search."""
+        """Return the chunk of a prompt that is alone on the replica, found by the search that `schedule` uses."""
         return self._chunks.solo_chunk_size(num_done_tokens, num_remaining_tokens, self._target_s)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:

@@ -141,7 +141,7 @@ class Chameleon(FixedChunk):
     def _admit(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         waiting, queues = list(replica.waiting()), self.queues
         for request in waiting:
-            # If this replica was lost, or the request's KV moved away, an earlier admission may still be charged.
+            # A request whose replica was lost, or whose KV moved away, may still be charged for its earlier admission.
             queues.give_back(request)
             self._learn(request, replica)
         if queues.is_due(now):

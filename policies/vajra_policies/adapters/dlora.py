@@ -1,4 +1,4 @@
-"""dLoRA: load and credits decide if a step runs requests of one adapter, merged into the weights, or of several."""
+"""dLoRA: load and credits decide whether a step runs requests of one adapter (merged into weights) or of several."""
 
 from __future__ import annotations
 
@@ -129,7 +129,9 @@ class Dlora(Preemptive):
         """Adapters that go first because of their credit."""
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Run the chosen requests by urgency; if none of them can run, schedule all requests as `preemptive` does."""
+        """Run the chosen requests and pause the other running ones; if no chosen request can run, schedule all requests
+        as `preemptive` does.
+        """
         line = sorted([*replica.running(), *replica.waiting()], key=replica.urgency)
         if not line:
             return
@@ -190,11 +192,11 @@ class Dlora(Preemptive):
         return [one for name in self._ahead for one in line if one.adapter == name][: self._max_batch]
 
     def _settle(self, by_arrival: Sequence[RequestView], chosen: Collection[RequestView], price: float) -> None:
-        """Transfer `price` of credit for each request of `by_arrival` that is passed over: its adapter gets it from
-        the adapter of a request that runs instead.
+        """Transfer credit for each request of `by_arrival` that is passed over: `price`, from the adapter of a request
+        that runs instead to the adapter of the request passed over.
 
-        If the numbers of these requests differ, half the price is transferred, from the adapter of the first chosen
-        request.
+        If more or fewer requests run instead than are passed over, half of `price` is transferred, from the adapter of
+        the first chosen request.
         """
         due, kept = set(by_arrival), set(chosen)
         passed = [one.adapter for one in by_arrival if one not in kept]

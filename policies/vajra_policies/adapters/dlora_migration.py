@@ -70,13 +70,14 @@ class DloraMigration(BindsOnArrival):
         self._place: dict[RequestView, ReplicaId] = {}
         """Replica of each request, in order of arrival."""
         self._counts: defaultdict[ReplicaId, Counter[str]] = defaultdict(Counter)
-        """Number of requests of each replica by adapter; entries of 0 are removed."""
+        """Number of requests at each replica, by adapter; entries of 0 are removed."""
         self._began_at: dict[RequestView, float] = {}
         self._times: dict[str, tuple[int, float]] = {}
-        """Number of ended requests of each adapter, and the sum of their times in seconds."""
+        """Number of ended requests of each adapter, and the sum of their times from first admission to end, in seconds.
+        """
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica of least cost among those that are up; None if none is."""
+        """Return the replica of least cost among those that are up; None if no replica is up."""
         self._looks.start(now)
 
         def cost(replica: ReplicaLoadView) -> tuple[float, int, ReplicaId]:
@@ -106,11 +107,11 @@ class DloraMigration(BindsOnArrival):
         return [move for pool in by_pool(those_up(replicas)) for move in self._moves(pool)]
 
     def on_wake(self, key: str, now: float) -> None:
-        """Set the next wake-up after the interval, while there are requests."""
+        """Set the next wake-up, one interval later, if there are requests."""
         self._looks.woken(now, goes_on=bool(self._place))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Record the request's replica, and at its first admission the start of its time."""
+        """Record the request's replica, and the time of its first admission."""
         self._put(request, replica_id)
         self._began_at.setdefault(request, now)
 
@@ -119,7 +120,7 @@ class DloraMigration(BindsOnArrival):
         self._put(request, target)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Record the requests' times, and forget the requests."""
+        """Record the requests' times from first admission to end, and forget the requests."""
         for request in requests:
             if request in self._place:
                 self._count(self._place.pop(request), request, -1)

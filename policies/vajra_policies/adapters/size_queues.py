@@ -1,4 +1,4 @@
-"""Queues of requests by size, each with a quota of tokens; sizes, queues and quotas follow from recent requests."""
+"""Queues of requests by size, each with a quota of tokens; sizes, queues and quotas depend on recent requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vajra_py.contract import RequestView
 _ROUNDS = 100
 """Largest number of rounds of k-means."""
 _FIRST, _WINDOW = 16, 1000
-"""Number of requests after which queues are first built, and largest number of requests that are remembered."""
+"""Number of requests after which queues are first built, and number of latest requests that are remembered."""
 
 
 def cuts_of(sizes: Sequence[float], most_queues: int) -> list[float]:
@@ -37,7 +37,7 @@ def cuts_of(sizes: Sequence[float], most_queues: int) -> list[float]:
 
 def quotas_of(needs: Sequence[float], num_tokens: int) -> list[int]:
     """Return each queue's quota: its need plus an equal share of the tokens that are left. If there are too few tokens
-    for all needs, the first queues get theirs in full.
+    for all needs, the first queues get theirs in full, and the last ones less than they need.
     """
     quotas, left = [], num_tokens
     for need in needs:
@@ -80,7 +80,7 @@ class SizeQueues:
         self.quotas: list[int] = [num_tokens]
         """Quota of each queue in tokens, the queue of the smallest sizes first."""
         self.used: list[int] = [0]
-        """Tokens of each queue's quota in use."""
+        """Number of tokens of each queue's quota that are in use."""
         self._charges: dict[RequestView, tuple[float, list[tuple[int, int]]]] = {}
         """Time of admission of each admitted request, and its charges as (queue, tokens)."""
         self._num_seen, self._refresh_count, self._refresh_at = 0, _FIRST, float("inf")
@@ -110,12 +110,12 @@ class SizeQueues:
         return lines
 
     def has_quota(self, queue: int, num_tokens: int) -> bool:
-        """Return True if the queue has this many tokens of quota left, or has none in use."""
+        """Return True if the queue has this many tokens of quota left, or if none of its quota is in use."""
         return not self.used[queue] or self.used[queue] + num_tokens <= self.quotas[queue]
 
     def borrowed(self, num_tokens: int, lenders: Sequence[int]) -> list[tuple[int, int]]:
-        """Return charges to the lenders as (queue, tokens), `num_tokens` in total; empty if the lenders have less quota
-        left.
+        """Return charges to the lenders as (queue, tokens), `num_tokens` in total; empty if the lenders together have
+        less unused quota.
         """
         charges = []
         for queue in lenders:

@@ -45,7 +45,9 @@ class Line:
     def __init__(self) -> None:
         self._held: set[int] = set()
         self._heap: list[tuple[int, int]] = []
-        """(priority, index); entries that are no longer in `_held` are dropped when they reach the front."""
+        """Heap of (priority, index); entries of requests that are no longer in `_held` are dropped when they reach the
+        front.
+        """
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -70,7 +72,9 @@ class Line:
 
 
 class Holding:
-    """Base class of policies that may defer requests: holds these by replicaset, and wakes the policy to retry them."""
+    """Base class of policies that may defer requests: keeps the deferred requests of each replicaset, and wakes the
+    policy to decide on them again.
+    """
 
     def __init__(self, config: HoldingConfig, wake: WakeUps) -> None:
         self._when_closed = config.when_closed
@@ -109,7 +113,7 @@ class Holding:
         self._num_held += len(line)
 
     def on_wake(self, key: str, now: float) -> None:
-        """Set the next wake-up while requests are deferred; after this call, the mechanism calls `admit` again."""
+        """Set the next wake-up while requests are deferred; after this call, `admit` is called again for them."""
         if self._num_held and now >= self._rechecks_at:
             self._rechecks_at = now + self._recheck_s
             self._wake.at(self._rechecks_at)

@@ -117,8 +117,8 @@ class Mooncake:
     # Prompts
 
     def _predicted_ttft_s(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> float:
-        """Return the predicted seconds until the request's first token; with the rule `load`, its own prefill time is
-        not counted.
+        """Return the predicted seconds until the request's first token; with the rule `load`, the request's own prefill
+        time is not counted.
         """
         if not replicas:
             return 0.0
@@ -133,7 +133,7 @@ class Mooncake:
         return sum(remaining_s(one.num_prompt_tokens, one.num_computed_tokens) for one in waiting)
 
     def _wait_s(self, replica: ReplicaLoadView, queued_s: float, num_pending: int) -> float:
-        """Return a replica's share of the queued prefill times, by its tokens left to prefill."""
+        """Return a replica's share of the queued prefill times, in proportion to its tokens left to prefill."""
         return queued_s * replica.num_pending_tokens / num_pending if num_pending else 0.0
 
     def _own_s(self, request: RequestView, replica: ReplicaLoadView) -> float:

@@ -17,7 +17,7 @@ EMPTY_POOL = 1.0
 
 
 class SaturationConfig(PolicyConfig):
-    """Parameters of the detector."""
+    """Parameters of the saturation detector."""
 
     detector: Literal["utilization", "concurrency"] = Field(
         "utilization",

@@ -37,7 +37,9 @@ class SaturationShedding(Holding):
         self._config = config
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Accept the request if it is protected, or if saturation is below the limit and none is deferred ahead of it."""
+        """Accept the request if it is protected, or if saturation is below the limit and no deferred request comes
+        before it.
+        """
         config = self._config
         if request.priority <= config.protected_priority:
             return ACCEPT

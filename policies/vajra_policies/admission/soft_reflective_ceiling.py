@@ -14,11 +14,13 @@ _ROUND_OFF = 1e-9
 
 
 class SoftReflectiveConfig(SaturationConfig, HoldingConfig):
-    """Parameters of `soft_reflective_ceiling`; `recheck_s` is the longest time between cycles while any is deferred."""
+    """Parameters of `soft_reflective_ceiling`; `recheck_s` is the longest time between cycles while requests are
+    deferred.
+    """
 
 
 def opening_period(saturation: float, rank: int, num_bands: int) -> int:
-    """Return k if every k-th cycle is open for a band; 1 means always open, 0 never.
+    """Return k, where every k-th cycle is open for a band: 1 if all cycles are open, 0 if none is.
 
     From a saturation of 1 on, every band is closed. Below 1, the most urgent band, of rank 0, is always open; the band
     of rank i is always open if s < 1 - i * s / (n - 1), with s the saturation and n the number of bands, and otherwise

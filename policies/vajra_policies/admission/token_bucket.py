@@ -22,7 +22,7 @@ from vajra_py.contract import (
 
 
 class BucketConfig(PolicyConfig):
-    """Size and refill of one bucket, in prompt tokens or requests, by `cost`."""
+    """Size and refill of one bucket, in prompt tokens or requests, depending on `cost` of `token_bucket`."""
 
     capacity: float = Field(10_000.0, gt=0, description="Capacity of the bucket.")
     refill_per_s: float = Field(1_000.0, gt=0, description="Refill of the bucket per second.")
@@ -101,7 +101,7 @@ class TokenBucket:
         return f"{self._owner(request)} has used up {self._unit()}"
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Return the costs of deferred requests that have left to their buckets."""
+        """Refund to each bucket the costs of its deferred requests that have left."""
         for request in requests:
             bucket = self._bucket_of(request, now)
             if bucket.due.pop(request.request_id, None) is not None:

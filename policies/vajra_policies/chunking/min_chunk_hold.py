@@ -12,7 +12,9 @@ from vajra_py.contract import BatchBuilder, Layer, LocalReplicaView, PolicyConte
 
 
 class MinChunkHoldConfig(FixedChunkConfig):
-    """Parameters of `min_chunk_hold`. The pull request disables the rule by default; the defaults are round figures."""
+    """Parameters of `min_chunk_hold`. The pull request disables the rule by default; the defaults here are round
+    figures.
+    """
 
     min_chunk: int = Field(
         512,
@@ -52,7 +54,9 @@ class MinChunkHold(FixedChunk):
         self._holds = False
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Add decodes, then prompts by urgency; hold small chunks unless they have `min_chunk` tokens in total."""
+        """Add decodes, then prompts by urgency; while requests decode, hold small chunks unless they have `min_chunk`
+        tokens in total.
+        """
         self._holds = replica.num_decodes > 0 and not self._are_enough(replica, batch)
         fill(replica, batch, self._next_chunk, self._mode)
 

@@ -67,7 +67,7 @@ class MixedPrefillGovernor(PromptBudget):
         self._num_partial = 0
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Add decodes, and prompts if it is their turn."""
+        """Add decodes, and prompts unless this is to be a pure decode step."""
         self._num_partial = replica.num_partial_prefills
         super().schedule(replica, batch, now)
         if batch.num_tokens:

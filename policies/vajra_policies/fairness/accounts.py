@@ -13,7 +13,7 @@ from vajra_py.contract import PolicyConfig, RequestView
 _EXACT = 2.0**53
 """Largest number up to which sums of integers are exact in floating point."""
 _QUANTA_IN_MEMORY = 20
-"""Tokens of the KV memory divided by the default quantum, as in the artifact of VTC."""
+"""Ratio of the tokens of the KV memory to the default quantum, as in the artifact of VTC."""
 
 
 class TokenCostConfig(PolicyConfig):
@@ -29,7 +29,7 @@ class TokenCostConfig(PolicyConfig):
 
 
 class QuantumConfig(TokenCostConfig):
-    """Parameters of policies that serve tenants by a quantum."""
+    """Parameters of policies that serve each tenant for a quantum of tokens at a time."""
 
     quantum: float | None = Field(
         None,
@@ -38,7 +38,7 @@ class QuantumConfig(TokenCostConfig):
     )
 
     def quantum_for(self, num_kv_tokens: int) -> float:
-        """Return the quantum for replicas with room for this many tokens."""
+        """Return the quantum for replicas whose KV memory holds `num_kv_tokens` tokens."""
         return self.quantum if self.quantum is not None else num_kv_tokens / _QUANTA_IN_MEMORY
 
 
@@ -54,10 +54,10 @@ class Accounts:
     """Charges tenants for tokens: w_p per prompt token at the first admission, w_q per generated token, divided by f_u.
 
     A prompt is charged once, since recomputation after a preemption is free; with `charges_cached` False, its cached
-    prefix is not charged. `charge` is called with (tenant, cost, times), and adds `cost` to the tenant's charges
-    `times` times: for a prompt at its admission; for generated tokens when they are collected, at the latest before
-    another prompt of the tenant is charged, or when their own request is preempted, is moved or leaves. The policy
-    forwards its callbacks to this object.
+    prefix is not charged. `charge` is called with (tenant, cost, times), and must add `cost` to the tenant's charges
+    `times` times. Prompts are charged at admission. Generated tokens are charged by `collect` and `collect_all`, at the
+    latest before another prompt of the tenant is charged, or when the request that generated them is preempted, is
+    moved or leaves. The policy forwards its callbacks to this object.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ class Equinox:
         return request.tenant
 
     def group_key(self, group: str) -> float:
-        """Return the tenant's HF, weighted tokens."""
+        """Return HF, the tenant's combined counter, in weighted tokens."""
         return self._counters.get(group, 0.0)
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
@@ -95,8 +95,8 @@ class Equinox:
             self._counters[request.tenant] = self._counters.get(request.tenant, 0.0) + charge
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Correct charges, and forget tenants that no longer wait or run, if their counters are at most the least one
-        of the tenants that do.
+        """Correct charges, and forget each tenant that no longer waits or runs and whose counter is at most the least
+        counter of the tenants that do.
         """
         for request in requests:
             tenant = request.tenant

@@ -13,7 +13,7 @@ from vajra_py.contract import Layer, PolicyContext, PolicySpec
 
 
 class LeastCounterFirstConfig(TokenCostConfig):
-    """Parameters of `least_counter_first`; as for `vtc`."""
+    """Parameters of `least_counter_first`, which are those of `vtc`."""
 
 
 def _build(config: LeastCounterFirstConfig, context: PolicyContext) -> Vtc:

@@ -41,8 +41,8 @@ class LongestPrefixMatch:
         self._num_changes = 0
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return minus the cached tokens: now, or for a running request at its first admission; 0 in order of
-        arrival.
+        """Return minus the cached tokens: now, or for a running request at its first admission. Return 0 while requests
+        are served in order of arrival.
         """
         if self._goes_by_arrival():
             return 0.0

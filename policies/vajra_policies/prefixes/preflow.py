@@ -46,7 +46,7 @@ class Preflow:
         self._ageing = log(2.0) / config.doubling_s
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
-        """Return the key by the rule of the class."""
+        """Return the key by the rule in the class docstring."""
         prompt = request.num_prompt_tokens
         if not request.num_remaining_prompt_tokens:
             return (0.0, request.arrived_at * self._ageing)

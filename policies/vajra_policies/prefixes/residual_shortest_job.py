@@ -39,7 +39,7 @@ class ResidualShortestJob:
         self._block_size = block_size
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
-        """Return the key by the rule of the class."""
+        """Return the key by the rule in the class docstring."""
         if request.is_resident or request.num_preemptions:
             return (0.0, 0.0)
         if self._max_wait_s is not None and now - request.arrived_at >= self._max_wait_s:

@@ -1,5 +1,5 @@
-"""Order of calls by the attained service of their programs at their arrival: total service (`plas`), or that of the
-longest chain of calls (`atlas`).
+"""Order of calls by the service that their programs had attained when the calls arrived: in total (`plas`), or along
+the longest chain of calls (`atlas`).
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Plas:
         return KeyMotion.PROGRESS if self._bounds else KeyMotion.STATIC
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return the index of the call's queue, or without queues its program's attained service at the call's arrival
-        in seconds; -1, below all other keys, if the call starves.
+        """Return the index of the call's queue, or without queues the service, in seconds, that its program had
+        attained when the call arrived; -1, below all other keys, if the call starves.
         """
         if self._ratio is not None and self._starves(request, now):
             return -1.0

@@ -37,8 +37,8 @@ class Continuum:
         self._came_in_time: dict[RequestView, bool] = {}
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
-        """Return (0 if the call arrived while its program's content was pinned, else 1; arrival of its program, or
-        without a program of the call, in seconds).
+        """Return (0 if the call arrived while its program's content was pinned, else 1; arrival in seconds of its
+        program, or of the call itself if it has no program).
         """
         since = request.arrived_at if request.program is None else request.program.arrived_at
         return (0.0 if self._came_in_time.get(request, False) else 1.0, since)
@@ -52,7 +52,9 @@ class Continuum:
         self._gaps.arrive(requests, now)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Record until when `continuum_pins` pins the content of programs, and the start of their tools."""
+        """Record the times at which the pins that `continuum_pins` sets end, and the start of the tools that follow
+        these calls.
+        """
         for request in requests:
             self._came_in_time.pop(request, None)
             ttl_s = self._gaps.ttl_s(request)

@@ -85,7 +85,7 @@ class Justitia:
         self._tags: dict[ProgramView | RequestView, float] = {}
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return the agent's finish tag, KV tokens times steps of virtual time."""
+        """Return the agent's finish tag: a virtual time, in KV tokens times steps."""
         agent = request.program or request
         tag = self._tags.get(agent)
         if tag is None:
@@ -93,7 +93,7 @@ class Justitia:
         return tag
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Add new agents."""
+        """Add new agents to the fluid server."""
         for request in requests:
             self.key(request, now)
 
@@ -102,7 +102,7 @@ class Justitia:
         self._shares.serve(self._num_kv_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget requests that were agents."""
+        """Forget requests without a program, which were agents of their own."""
         for request in requests:
             self._tags.pop(request, None)
 

@@ -58,7 +58,7 @@ class LeastAttainedService:
         self._waiting: dict[str, dict[RequestView, None]] = {}
         """Waiting requests of each program that has any, in the order in which they began to wait."""
         self._services: dict[str, tuple[float, float]] = {}
-        """(service, time of this value) of each program, the latest update last."""
+        """(service, time of this value) of each program; the program updated last comes last."""
         self._scores: dict[str, float] | None = {}
         """Scores of waiting programs; None if they must be recomputed."""
         self._changed_at = 0.0

@@ -85,7 +85,9 @@ class AdaptiveReplacement:
             one.clear()
 
     def learn(self, hashes: Sequence[Hashable]) -> None:
-        """Adapt the target to new content, from the end of its chain to its head."""
+        """Adapt the target to those of these hashes that were evicted earlier, from the end of the chain of blocks to
+        its head.
+        """
         once, again = self.gone
         for one in reversed(hashes):
             if one in once:

@@ -131,7 +131,7 @@ class Kvflow:
         self.on_used(blocks, now)
 
     def on_used(self, blocks: Sequence[CachedBlock], now: float) -> None:
-        """Add the agents of the requests that use the content."""
+        """Add to each block's agents the agent of the request that uses the block."""
         for block in blocks:
             program, stage = block.request.program, block.request.stage
             if program is None or not stage:

@@ -52,7 +52,8 @@ class ActiveSequences:
     def potential_blocks(self, blocks: Sequence[Hashable], num_blocks: int) -> Integers:
         """Return the number of blocks that each replica would have with a further request.
 
-        `blocks`: blocks of the request's prompt with known content; `num_blocks`: all full blocks of its prompt.
+        `blocks`: blocks of the request's prompt with known content; `num_blocks`: number of all full blocks of its
+        prompt.
         """
         total = self.blocks + num_blocks
         return total - self._holders.counts(blocks) if self._assume_reuse else total

@@ -86,7 +86,7 @@ class Ascendra(BindsOnArrival):
         return moves
 
     def on_wake(self, key: str, now: float) -> None:
-        """Set the next wake-up after the interval, while a request waits."""
+        """Set the next wake-up, one interval later, if a tracked request waits."""
         self._looks.woken(now, goes_on=bool(self._waiting))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
@@ -103,7 +103,7 @@ class Ascendra(BindsOnArrival):
         return now + needed_s > request.arrived_at + (request.ttft_slo_s or 0.0)
 
     def _split(self, replicas: Sequence[ReplicaLoadView]) -> tuple[list[ReplicaLoadView], list[ReplicaLoadView]]:
-        """Return (LP replicas, HP replicas), those that are up."""
+        """Return (LP replicas, HP replicas) among those that are up."""
         up = sorted(those_up(replicas), key=lambda one: one.replica_id)
         num_high = min(max(round(self._config.high_priority_fraction * len(up)), 1), len(up) - 1) if up else 0
         return up[: len(up) - num_high], up[len(up) - num_high :]

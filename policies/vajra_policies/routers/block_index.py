@@ -11,8 +11,8 @@ from vajra_policies.routers.figures import Integers
 
 
 class BlockHolders:
-    """Set of replicas that hold each block, as bits of an integer; equal sets of consecutive blocks are counted at
-    once.
+    """Set of replicas that hold each block, as bits of an integer; consecutive blocks with equal sets are counted
+    together.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -33,10 +33,10 @@ class BlockHolders:
             self._holders.pop(block, None)
 
     def counts(self, blocks: Iterable[Hashable]) -> Integers:
-        """Return the number of the blocks that each replica holds, by id, up to the first block that no replica holds.
+        """Return for each replica, by id, how many of the blocks it holds, up to the first block that no replica holds.
 
-        For a replica that holds no block without all blocks before it, this is the length of the common prefix. For a
-        replica that has lost early blocks, later ones still count, as in llm-d's index.
+        If a replica holds a block only together with all blocks before it, this is the length of the common prefix. For
+        a replica that has lost early blocks, later ones still count, as in llm-d's index.
         """
         total = np.zeros(self._num_replicas, dtype=np.int64)
         holders, run = self._holders, 0
@@ -61,7 +61,9 @@ class BlockHolders:
 
 
 class RecentBlocks:
-    """Blocks sent to each replica, up to an assumed capacity: the least recently sent ones are dropped first."""
+    """Blocks of the prompts sent to each replica, up to an assumed capacity in blocks: the least recently sent ones are
+    dropped first.
+    """
 
     def __init__(self, num_replicas: int, capacity: int) -> None:
         self._holders = BlockHolders(num_replicas)
@@ -87,7 +89,7 @@ class RecentBlocks:
 
 
 class ExpiringBlocks:
-    """Blocks that were sent to each replica within the last `ttl_s` seconds."""
+    """Blocks of the prompts that were sent to each replica within the last `ttl_s` seconds."""
 
     def __init__(self, num_replicas: int, ttl_s: float) -> None:
         self._holders = BlockHolders(num_replicas)

@@ -87,7 +87,7 @@ class Cascadeinfer(BindsOnArrival):
         return moves
 
     def on_wake(self, key: str, now: float) -> None:
-        """Set the next wake-up after the interval, while there are requests."""
+        """Set the next wake-up, one interval later, if there are requests."""
         self._looks.woken(now, goes_on=bool(self._at))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:

@@ -51,7 +51,9 @@ class ConsistentHashing(BindsOnArrival):
         self._ring = sorted((_hash(place), one) for place, one in places)
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the first replica on the ring with room."""
+        """Return the first replica that is up and below the bound, clockwise from the hash of the request's key; None
+        if no replica is up.
+        """
         up = {one.replica_id: one for one in those_up(replicas)}
         if not up:
             return None

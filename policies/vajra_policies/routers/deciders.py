@@ -1,4 +1,4 @@
-"""Deciders: rules that decide whether another replica than the one that decodes computes a prompt.
+"""Deciders: rules that decide whether a prompt is computed on another replica than the one that decodes.
 
 Source: llm-d-router, `scheduling/profilehandler/disagg`; BLIS `--pd-decider`; Dynamo's conditional disaggregation.
 """

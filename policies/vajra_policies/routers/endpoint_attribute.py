@@ -115,7 +115,7 @@ class Threshold(PolicyConfig):
 
 
 class FilterAlgorithm(PolicyConfig):
-    """Condition on which replicas are kept."""
+    """Condition that a replica must fulfil to be kept."""
 
     type: Literal["threshold"] = "threshold"
     threshold: Threshold

@@ -47,7 +47,7 @@ class EndpointPicker:
 
     def __init__(self, parts: Parts, profile: Profile) -> None:
         self._entry = profile
-        """Profile of the replicas that take arriving requests."""
+        """Profile that chooses the replica of each arriving request."""
         self._learners = parts.learners()
         for name, notify in parts.listeners().items():
             setattr(self, name, notify)
@@ -170,7 +170,7 @@ def _profile(
 
 
 def build(config: EndpointPickerPolicyConfig, context: PolicyContext) -> EndpointPicker:
-    """Build the router of these parameters."""
+    """Build the router with these parameters."""
     parts = Parts(config.producers, context)
     if not config.profiles:
         assert config.scorers is not None

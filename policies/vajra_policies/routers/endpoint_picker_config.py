@@ -57,7 +57,7 @@ _DEFAULT_PICKER = "max-score-picker"
 
 
 class EndpointPickerPolicyConfig(PolicyConfig):
-    """Parameters of `endpoint_picker`. Without any, llm-d's default configuration applies."""
+    """Parameters of `endpoint_picker`. If none are given, llm-d's default configuration applies."""
 
     producers: list[ProducerChoice] = Field(
         default_factory=list, description="Settings of producers; others that parts need have their defaults."

@@ -81,7 +81,9 @@ class InFlightLoad:
         return self._requests[figures.ids(replicas)]  # type: ignore[return-value]  # an array is a sequence of numbers
 
     def num_tokens(self, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Return the number of tokens in flight at each replica."""
+        """Return the number of tokens in flight at each replica: each request's uncached prompt tokens until its first
+        token, plus its estimated output if that is counted.
+        """
         self._note_first_tokens()
         return self._tokens[figures.ids(replicas)]  # type: ignore[return-value]
 
@@ -90,7 +92,7 @@ class InFlightLoad:
         return self._uncached(request, replicas) + self._output(request)  # type: ignore[return-value]
 
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:
-        """Count the request at its replicas."""
+        """Count the request at the replica of each profile."""
         sent = self._sent.setdefault(request, _Sent())
         for profile, replica in placements.items():
             self._take_back(sent.shares.pop(profile, None))

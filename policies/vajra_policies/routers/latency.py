@@ -38,8 +38,8 @@ class LatencyProducerConfig(OfPrefixProducer):
 class LatencyPredictions:
     """Predicts time to first token and time per output token on each replica.
 
-    - TTFT: time of the replica's pending tokens, at the rate of a long prompt alone, plus time of the uncached rest of
-      this prompt alone.
+    - TTFT: time of the replica's pending tokens, at the rate of a long prompt that is alone on a replica, plus prefill
+      time of the uncached rest of this prompt.
     - TPOT: duration of a step with all running requests of the replica and this request as decodes.
 
     As in llm-d, a missing TTFT SLO counts as 0, so that no replica meets it and the least TTFT is best, also for a

@@ -47,9 +47,9 @@ class LatencyScorerConfig(OfPrefixProducer):
 class LatencyScorer:
     """Scores replicas by headroom: SLO minus predicted latency.
 
-    Only replicas of the best non-empty bucket get a score above 0. Buckets, best first: both SLOs met; idle; only the
-    TPOT SLO missed; only the TTFT SLO missed; both missed. Within a bucket, |headroom| is scaled to 0 .. 1 for TTFT and
-    for TPOT, and weighted; scores are hundredths from 0.01 to 1.01.
+    Only replicas of the best non-empty bucket get a score above 0. Buckets, best first: replicas that meet both SLOs or
+    have no prediction; idle replicas; replicas that miss only the TPOT SLO, only the TTFT SLO, or both. Within a
+    bucket, |headroom| is scaled to 0 .. 1 for TTFT and for TPOT, and weighted; scores are hundredths from 0.01 to 1.01.
     """
 
     def __init__(self, config: LatencyScorerConfig, predictions: PredictsLatencies, matches: PrefixMatches) -> None:
@@ -58,7 +58,9 @@ class LatencyScorer:
         self._matches = matches
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Return the scores; without any prediction, scores of free KV memory, short queues and cached prefixes."""
+        """Return the scores; if no replica has a prediction, scores by free KV memory, short queues and cached
+        prefixes.
+        """
         predicted = self._predictions.latencies(request, replicas, now)
         if all(one is None for one in predicted):
             return self._composite(request, replicas)

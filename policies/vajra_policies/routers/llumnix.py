@@ -100,7 +100,9 @@ class Llumnix(BindsOnArrival):
     # Freeness
 
     def _freeness(self, replica: ReplicaLoadView, counted: Counted, moved_blocks: int = 0, num_moved: int = 0) -> float:
-        """Return the freeness after adding `num_moved` requests with `moved_blocks` blocks (negative: removing)."""
+        """Return the freeness after adding `num_moved` requests with `moved_blocks` blocks in total, or after removing
+        them if the numbers are negative.
+        """
         if replica.state is ReplicaState.DRAINING:
             return -math.inf
         waiting = self._places.waiting[replica.replica_id]
@@ -122,7 +124,7 @@ class Llumnix(BindsOnArrival):
     # Migration
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
-        """Return the moves of each pair of a replica that is short of memory and a freer one of its pool."""
+        """Return moves from replicas that are short of memory, each to a freer replica of the same pool."""
         if not self._config.migrates:
             return []
         able = [one for one in replicas if one.is_up or one.state is ReplicaState.DRAINING]
@@ -175,7 +177,7 @@ class Llumnix(BindsOnArrival):
     # Locations of requests
 
     def on_wake(self, key: str, now: float) -> None:
-        """Set the next wake-up after the interval, while there are requests."""
+        """Set the next wake-up, one interval later, if there are requests."""
         self._looks.woken(now, goes_on=bool(self._places))
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:

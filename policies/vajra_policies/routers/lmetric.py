@@ -41,7 +41,7 @@ class Lmetric(BindsOnArrival):
         self._last = -1
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica with the least product among those that are up; None if none is."""
+        """Return the replica with the least product among those that are up; None if no replica is up."""
         up = those_up(replicas)
         if not up:
             return None

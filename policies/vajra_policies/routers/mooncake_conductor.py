@@ -39,7 +39,9 @@ class MooncakeConductor(BindsOnArrival):
     def __init__(self, prefill_time: PrefillTime) -> None:
         self._prefill_time = prefill_time
         self._queues: dict[ReplicaId, dict[RequestView, int]] = {}
-        """Requests sent to each replica whose prompts are not computed, with their prefix hits when they were sent."""
+        """Requests with uncomputed prompts that were sent to each replica, with their prefix hits in tokens when they
+        were sent.
+        """
         self._sent_to: dict[RequestView, ReplicaId] = {}
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:

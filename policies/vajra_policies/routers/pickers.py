@@ -62,7 +62,8 @@ class WeightedRandomPicker:
     """Picks each candidate with a probability proportional to its score; any with equal probability if no score is
     above 0.
 
-    Source: weighted random sampling by the largest U^(1/score) (Efraimidis and Spirakis 2006).
+    Source: weighted random sampling, in llm-d by the largest U^(1/score) (Efraimidis and Spirakis 2006), which has the
+    same probabilities.
     """
 
     def __init__(self, stream: RandomStream) -> None:

@@ -76,7 +76,7 @@ class E2(BindsOnArrival):
         self._count: Integers = np.zeros(context.num_replicas, dtype=np.int64)
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica by the rules of the class; None if none is up."""
+        """Return the replica by the rules in the class docstring; None if no replica is up."""
         up = figures.those_up(replicas)
         if not up:
             return None

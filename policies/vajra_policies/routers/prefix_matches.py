@@ -85,7 +85,9 @@ class ApproximatePrefixMatches:
         self._asked = None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Drop the cached counts, since they refer to a request that may have ended; the index refers to none."""
+        """Drop the cached counts, since they refer to a request that may have ended; the index itself refers to no
+        requests.
+        """
         self._asked = None
 
     def _blocks(self, request: RequestView) -> Sequence[Hashable]:

@@ -77,7 +77,7 @@ class NoHitLruScorer:
         """(request scored last, True if no replica cached a part of its prompt)."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Return the scores by the rule of the class."""
+        """Return the scores by the rule in the class docstring."""
         num = len(replicas)
         is_cold = not np.asarray(self._matches.matched_blocks(request, replicas)).any()
         self._asked = request, is_cold

@@ -29,7 +29,9 @@ LISTENING = (
     *("on_wake", "on_blocks_stored", "on_blocks_removed", "on_cache_cleared"),
     *("on_tier_blocks_stored", "on_tier_blocks_removed", "on_tier_cleared"),
 )
-"""Callbacks that the router forwards to its parts; without `on_step_run`, every step is reported by `on_step_end`."""
+"""Callbacks that the router forwards to its parts. `on_step_run` is not among them, so that every step is reported by
+`on_step_end`.
+"""
 
 
 class Parts:
@@ -123,8 +125,8 @@ class Profile:
         return left
 
     def totals(self, request: RequestView, replicas: Candidates, now: float) -> Floats:
-        """Return the sum of the scores, each clamped to 0 .. 1 and multiplied by its weight. Raises `ValueError` for
-        NaN and wrong lengths.
+        """Return the sum of the scores, each clamped to 0 .. 1 and multiplied by its weight. Raises `ValueError` if a
+        scorer returns NaN or a wrong number of scores.
         """
         total: Floats = np.zeros(len(replicas))
         for one in self._scorers:

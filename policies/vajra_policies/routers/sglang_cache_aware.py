@@ -60,7 +60,7 @@ class CacheAware(BindsOnArrival):
         self._sent = RecentBlocks(context.num_replicas, max(config.max_tree_size // self._block_size, 1))
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica by the rule of the class; None if none is up."""
+        """Return the replica by the rule in the class docstring; None if no replica is up."""
         up = figures.those_up(replicas)
         if not up:
             return None

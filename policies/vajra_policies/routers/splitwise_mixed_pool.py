@@ -78,8 +78,8 @@ class MixedPool(BindsOnArrival):
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """Return the decode replica chosen on arrival; if it is not up, the one with the least memory in use of those
-        that are.
+        """Return the decode replica chosen on arrival; if it is not up, the replica with the least memory in use among
+        those that are up.
         """
         placed = self._scheduled.placed.get(request)
         up = {one.replica_id for one in those_up(replicas)}
@@ -156,7 +156,9 @@ class MixedPool(BindsOnArrival):
     # Completed work
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Count computed prompts as no longer pending, and return the replica to its pool if it is lent and idle."""
+        """Count computed prompts as no longer pending, and return the step's replica to its pool if it is lent and
+        idle.
+        """
         placements = self._scheduled.placed
         for request in step.requests:
             placed = placements.get(request)

@@ -113,7 +113,7 @@ class ProgramTable:
         """Return the programs of a replica."""
         return [one for one in self.programs.values() if one.replica == replica and not one.is_paused]
 
-    # Moves of one program
+    # Pausing, resuming and placing one program
 
     def pause(self, program: AgentProgram) -> None:
         """Detach a program from its replica; its next call is held."""

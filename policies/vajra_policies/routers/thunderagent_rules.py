@@ -106,7 +106,9 @@ class ThunderTable(ProgramTable):
                         one.soft_until = now + 1.5 * rules.scheduler_interval_s
 
     def _relieve(self, replica: ReplicaKey, used: dict[ReplicaKey, int]) -> None:
-        """Pause programs whose tool runs if the replica has too many tokens; if not enough, mark all others."""
+        """If the replica has too many tokens, pause programs whose tools run, the smallest first; if that is not
+        enough, mark the others, which are then paused when their turns end.
+        """
         rules, capacity = self.rules, self.capacity[replica]
         if not used[replica] > rules.pause_threshold * capacity:
             return

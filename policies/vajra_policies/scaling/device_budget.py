@@ -1,7 +1,7 @@
 """Budget of devices for scaling decisions: a ceiling that is never exceeded, and a floor that limits scaling down.
 
 A decision that exceeds the budget is reduced, never reversed: the number of replicas stays between the present and the
-requested one. Only if the present replicas do not fit the budget, it replaces the decision (`RECONCILE`).
+requested one. The budget replaces the decision (`RECONCILE`) only if the present replicas do not fit it.
 
 Source: NVIDIA Dynamo 1.6.1, planner, GPU budget.
 """

@@ -1,5 +1,5 @@
-"""Load-based scaling of Dynamo's planner: at most one replica more or less per pool, within throughput's minimum and
-the device budget.
+"""Load-based scaling of Dynamo's planner: at most one replica more or less per pool, within the device budget, and not
+below the minimum that throughput-based scaling sets.
 
 Source: NVIDIA Dynamo 1.6.1, planner (`PlannerScalingState`).
 """
@@ -87,8 +87,8 @@ def _decide_on_two(rules: PlannerRules, pools: tuple[PoolState, PoolState], mode
 
 
 def _reason_of(pool: PoolState, asked: int, lifted: int, count: int) -> str:
-    """Return the reason for a pool's number of replicas, from the number that its load requires and the throughput's
-    minimum.
+    """Return the reason for a pool's number of replicas, from the number that its load requires, and from that number
+    raised to the minimum that throughput-based scaling sets.
     """
     if count > pool.ready:
         return UP

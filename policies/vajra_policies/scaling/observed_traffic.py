@@ -9,7 +9,9 @@ from vajra_py.contract import EndReason, RequestView
 
 
 class ObservedTraffic:
-    """Traffic since the last call of `close`. `prompt_tokens`, `output_tokens`: means that are assumed at first."""
+    """Traffic since the last call of `close`. `prompt_tokens`, `output_tokens`: mean lengths that are assumed until
+    requests have arrived or ended.
+    """
 
     def __init__(self, prompt_tokens: float, output_tokens: float) -> None:
         self.since = 0.0

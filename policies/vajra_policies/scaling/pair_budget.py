@@ -1,8 +1,8 @@
 """Budget of devices over two pools: decisions are reduced to fit it, never reversed.
 
 The number of replicas of each pool stays between the present and the requested one; if one pool is to grow while the
-other shrinks, both change or neither does. Only if the present replicas do not fit the budget, or a pool has fewer
-than its minimum, the budget replaces the decision (`RECONCILE`).
+other shrinks, both change or neither does. The budget replaces the decision (`RECONCILE`) only if the present replicas
+do not fit it, or a pool has fewer replicas than its minimum.
 
 Source: NVIDIA Dynamo 1.6.1, planner, GPU budget.
 """
@@ -136,7 +136,7 @@ class PairBudget:
         return max(counts[0], self.least[0]), max(counts[1], self.least[1])
 
     def plan(self, current: Counts, wanted: Counts) -> Counts:
-        """Fit the counts that throughput requires under the ceiling; the floor does not raise them."""
+        """Reduce the counts that throughput requires until they fit the ceiling; the floor does not raise them."""
         bound = self.without_floor()
         return bound.clamp(self.raised(wanted)) if self._is_short(current) else bound.fit(current, wanted)
 

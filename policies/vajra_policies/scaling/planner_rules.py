@@ -161,7 +161,7 @@ class EngineModel(Protocol):
     """Predictions for one replica."""
 
     def ttft_s(self, load: EngineLoad, *, queue_scale: float, kv_scale: float | None) -> float:
-        """Return the TTFT of a request that arrives now, with the queue multiplied by `queue_scale`.
+        """Return the TTFT in seconds of a request that arrives now, with the queue multiplied by `queue_scale`.
 
         `kv_scale` multiplies the decodes, including waiting ones; None: only the scheduled decodes count, unscaled.
         """

@@ -75,7 +75,9 @@ def opinion_of(rules: PlannerRules, pool: PoolState, model: EngineModel) -> Opin
 
 
 def _both(prompts: Opinion, decodes: Opinion, ready: int) -> Opinion:
-    """Combine the results of both roles for a mixed pool: up if either requires it, down if both allow it."""
+    """Combine the results for prompts and for decodes in a mixed pool: scale up if either requires it, down if both
+    allow it.
+    """
     estimates = prompts.ttft_s, decodes.itl_s
     p_wanted, d_wanted = prompts.wanted, decodes.wanted
     for wanted in (p_wanted, d_wanted):

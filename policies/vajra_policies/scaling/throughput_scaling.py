@@ -1,7 +1,7 @@
 """Throughput-based scaling of Dynamo's planner: the number of replicas for the expected request rate, from the rate
 that one replica serves within the SLOs.
 
-If load-based scaling is on too, this number is its minimum.
+If load-based scaling is on too, this number is the minimum for its decisions.
 
 Source: NVIDIA Dynamo 1.6.1, planner (`PlannerScalingState`).
 """

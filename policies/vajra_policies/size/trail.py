@@ -41,7 +41,9 @@ class Trail:
         self._first = FirstLengths(self._lengths)
 
     def key(self, request: RequestView, now: float) -> tuple[float, float]:
-        """Return (0 once a >= C * r0, else 1; expected remaining output tokens)."""
+        """Return (0 once the generated tokens reach the fraction C of the output expected at arrival, else 1; expected
+        remaining output tokens).
+        """
         age = request.num_output_tokens
         stays = age > 0 and age >= self._fraction * self._first.total(request)
         return (0.0 if stays else 1.0, self._lengths.remaining(request))

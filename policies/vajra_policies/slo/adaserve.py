@@ -54,9 +54,9 @@ class Wish(NamedTuple):
 def shares(wishes: Sequence[Wish], num_drafts: int, most_each: int, most_needed: int) -> list[int]:
     """Divide `num_drafts` drafts among decodes, at most `most_each` for each; return the number of drafts of each.
 
-    Needed drafts come first: in order of falling need A, a decode gets drafts until 1 + q + q^2 + ... reaches A, or
-    until it has `most_needed`. The rest are assigned one by one, to the decode whose next draft has the greatest
-    probability q^j of acceptance.
+    Needed drafts come first: in order of falling `needed`, a decode with `chance` q gets drafts until 1 + q + q^2 + ...
+    reaches `needed`, or until it has `most_needed` drafts. The rest are assigned one by one, to the decode whose next
+    draft has the greatest probability q^j of acceptance.
     """
     most_needed = min(most_needed, most_each)
     given = [0] * len(wishes)

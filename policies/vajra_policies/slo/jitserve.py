@@ -141,7 +141,7 @@ class Jitserve:
         return request.num_prompt_tokens + self._config.output_weight * self._lengths.total(request)
 
     def _ratio(self, allowed_s: float, predicted_s: float) -> float:
-        """Return the allowed time divided by the predicted time, clamped to 1e-6 .. 1, to the power k."""
+        """Return allowed time / predicted time, clamped to 1e-6 .. 1, to the power `lateness_power`."""
         ratio = min(max(allowed_s / predicted_s, _LEAST_RATIO), 1.0)
         return float(ratio**self._config.lateness_power)
 

@@ -105,7 +105,9 @@ class PastFuture(FixedChunk):
         return 0
 
     def _fits(self, request: RequestView, replica: LocalReplicaView) -> bool:
-        """Return True if the peak fits with this request; after one that does not fit, False for others of the step."""
+        """Return True if the peak fits with this request; after a request that does not fit, return False for all later
+        ones of the step.
+        """
         if self._is_closed or not replica.num_running:
             return not self._is_closed
         if self._entries is None:

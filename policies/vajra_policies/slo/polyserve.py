@@ -42,7 +42,7 @@ class Polyserve:
         """Tier of each replica that is not idle."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica by the rule of the class; None if the request waits for one."""
+        """Return the replica by the rule in the class docstring; None if the request must wait in the shared queue."""
         self._leave(request)
         up = those_up(replicas)
         if not up:
@@ -68,7 +68,7 @@ class Polyserve:
                 return
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Place a request that was pulled."""
+        """Count at its replica a request that was pulled from the shared queue."""
         if self._placed.get(request) != replica_id:
             self._leave(request)
             self._place(request, replica_id, self._tiers.target_tier(request))

@@ -20,13 +20,14 @@ class Prompt(NamedTuple):
 
 
 def most_in_time(prompts: Sequence[Prompt], step_tokens: int, num_running: int) -> list[bool]:
-    """Return for each prompt True if it belongs to the largest set whose deadlines can all be met.
+    """Return for each prompt True if it belongs to the largest set whose deadlines can all be met and that contains all
+    prompts admitted earlier.
 
-    `prompts` are ordered by deadline. The tokens of the first a admitted prompts must be at most (steps until the a-th
-    deadline) * (step_tokens - num_running - (a - 1)), since each finished prompt decodes.
+    `prompts` are ordered by deadline. For each k, the tokens of the first k prompts of the set must be at most (steps
+    until the k-th deadline) * (step_tokens - num_running - (k - 1)), since each finished prompt decodes.
 
-    Dynamic programming finds, in O(n^2) steps, the least total of tokens for each number of prompts admitted from the
-    first i prompts, for each i.
+    Dynamic programming over i finds, with O(n^2) comparisons, the least total of tokens for each number of prompts
+    chosen from the first i.
     """
     least: list[tuple[int, tuple[int, ...]] | None] = [(0, ())]
     num_before = 0

@@ -42,7 +42,7 @@ class QlmConfig(PolicyConfig):
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """Successive requests with the same SLO."""
+    """Successive requests whose SLOs are equal when rounded down."""
 
     number: int
     slo_s: float
@@ -116,7 +116,7 @@ class Qlm:
         self._wait(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Record the requests' output lengths and ends, and forget the requests."""
+        """Record the requests' output lengths and the time of their end, and forget the requests."""
         for request in requests:
             self.estimator.learn(request.num_output_tokens, now)
             self._leave(request)

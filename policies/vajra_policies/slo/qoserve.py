@@ -94,7 +94,7 @@ class Qoserve:
                 self._reprieve(step.ended_at)
 
     def on_step_run(self, run: EndedRun) -> None:
-        """Do nothing, since steps without prompts do not count."""
+        """Do nothing: a run consists of pure decode steps, which do not count."""
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget these requests."""

@@ -40,14 +40,14 @@ class Reading:
         return self.area + self._read(seconds, delay_s, rate)
 
     def expected_area(self, until_s: float, length: float = float("inf")) -> float:
-        """Return the integral of min(speed * (t - ttft_s), length) up to this time, token seconds."""
+        """Return the integral of min(speed * (t - ttft_s), length) over t from `ttft_s` to `until_s`, token seconds."""
         reading_s = max(until_s - self.ttft_s, 0.0)
         rising_s = min(reading_s, length / self.speed)
         rest = length * (reading_s - rising_s) if reading_s > rising_s else 0.0
         return self.speed * rising_s**2 / 2.0 + rest
 
     def qoe(self) -> float:
-        """Return the quality of an answer that has ended with its last token; 1 is perfect."""
+        """Return the quality of experience of an answer whose last token has been received; 1 is perfect."""
         expected = self.expected_area(self.at_s, self.num_tokens)
         return 1.0 if expected <= 0 else min(self.area / expected, 1.0)
 

@@ -125,7 +125,7 @@ class Scorpio(FixedChunk):
         return 0
 
     def _admits(self, request: RequestView, replica: LocalReplicaView) -> bool:
-        """Return True if the TPOT guard admits the request, and count the request in that case."""
+        """Return True if the TPOT guard admits the request, and count it among the running requests in that case."""
         own_s = self._tpot_s(request)
         tightest_s = min(self._tightest_s, own_s)
         rescaled = 0.0 if not self._virtual_size else self._virtual_size * tightest_s / self._tightest_s

@@ -112,7 +112,7 @@ class SlidingServe:
         return min(batch.max_chunk(request), room) if room > 0 else None
 
     def _first_of_two(self, request: RequestView, now: BatchFeatures) -> int:
-        """Return C_1 for a step with these decodes, as if all its prompt tokens were of this request."""
+        """Return C_1 for a step with these decodes, as if all prompt tokens of the step belonged to this request."""
         config, (s_1, s_2) = self._config, self._slacks
         done, decodes = request.num_computed_tokens, now.num_decodes
         following = BatchFeatures().with_decodes(decodes, now.decode_context_tokens + decodes)

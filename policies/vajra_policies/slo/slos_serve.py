@@ -125,7 +125,9 @@ class SlosServe(FixedChunk):
         return min(most + len(running), self._chunk_size)
 
     def _within(self, request: RequestView, num_tokens: int, batch: BatchBuilder) -> int:
-        """Return at most `num_tokens`, as many as the step's time allows; at least 1 in an empty step."""
+        """Return the largest number of tokens, up to `num_tokens`, with which the step takes at most `step_s`; at least
+        1 in an empty step.
+        """
         most = most_that_fits(0, num_tokens + 1, lambda num: batch.predicted_time_with(request, num) <= self._step_s)
         return most if most or batch.num_requests else min(num_tokens, 1)
 

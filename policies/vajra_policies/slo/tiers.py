@@ -67,7 +67,9 @@ class Tiers:
         return last if tpot_s is None else max(sum(one <= tpot_s for one in self._tpots_s) - 1, 0)
 
     def of(self, request: RequestView, now: float) -> tuple[int, bool]:
-        """Return (the request's tier, True if an idle replica would meet its SLOs)."""
+        """Return (tier of the request, True); if even an idle replica would miss the request's SLOs, (loosest tier,
+        False).
+        """
         prefill_s = self._prefill_time.total_s(request.num_prompt_tokens)
         tier = self.target_tier(request)
         if self._in_time(request, tier, prefill_s, self._step_s(1, request.num_prompt_tokens), now):
@@ -75,8 +77,8 @@ class Tiers:
         return len(self._tpots_s) - 1, False
 
     def _in_time(self, request: RequestView, tier: int, prefill_s: float, step_s: float, now: float) -> bool:
-        """Return True if the first token meets its TTFT SLO, and the second arrives within that SLO plus one TPOT; also
-        without a TTFT SLO.
+        """Return True if the request has no TTFT SLO, or if its first token meets this SLO and its second token arrives
+        within the SLO plus one TPOT.
         """
         if request.ttft_slo_s is None:
             return True

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 def first_of_two(
     t_1: Callable[[int], float], t_2: Callable[[int, int], float], s_1: float, s_2: float, sizes: Sequence[int]
 ) -> int | None:
-    """Return c_1 of the two chunks with the largest sum c_1 + c_2 such that t_1 <= s_1 and t_1 + t_2 <= s_2; None if no
-    chunk fits. Times must be convex.
+    """Return c_1 of the two chunks with the largest sum c_1 + c_2 such that t_1(c_1) <= s_1 and t_1(c_1) + t_2(c_1,
+    c_2) <= s_2; None if no c_1 fits. `t_1` and `t_2` must be convex; c_1 is one of `sizes`, and c_2 one of them or 0.
     """
 
     def most(fits: Callable[[int], bool]) -> int:

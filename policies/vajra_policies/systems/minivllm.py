@@ -50,7 +50,9 @@ class Minivllm:
         return num_remaining_tokens
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Return the reason if the request can outgrow the budget: then it might never be readmitted."""
+        """Return the reason if the request can outgrow the budget: after a preemption, it might then never be
+        readmitted.
+        """
         return outgrows(request, self._budget)
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:

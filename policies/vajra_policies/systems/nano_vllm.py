@@ -72,7 +72,9 @@ class NanoVllm:
         return min(num_remaining_tokens, self._budget) if self._chunks_first else num_remaining_tokens
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Return the reason if the request can outgrow the budget of whole prompts and then never be readmitted."""
+        """With `whole`, return the reason if the request can outgrow the budget: after a preemption, it might then
+        never be readmitted.
+        """
         return None if self._chunks_first else outgrows(request, self._budget)
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:

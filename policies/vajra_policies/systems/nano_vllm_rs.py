@@ -93,16 +93,18 @@ class NanoVllmRs:
         self._preempts = config.preemption
         self._max_running = context.limits.max_batch_size
         self._in_vain: RequestView | None = None
-        """Waiting request for which a step preempted all requests that it had admitted, in vain: the step stayed empty.
-        No request is preempted for it again.
+        """Waiting request for which a step preempted all requests that the step had just admitted, so that the step
+        stayed empty. No request is preempted for this one again.
         """
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the next chunk: with `chunk_size`, even a prompt alone on the replica is cut into chunks."""
+        """Return the next chunk: with `chunked_prefill`, even a prompt alone on the replica is cut into chunks."""
         return num_remaining_tokens if self._chunk_size is None else self._cut(num_remaining_tokens, self._budget)
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Return the reason if the sequence can outgrow the budget and, without chunks, wait at the head forever."""
+        """Without chunked prefill, return the reason if the sequence can outgrow the budget: it might then wait at the
+        head forever.
+        """
         return outgrows(request, self._budget, "prompt tokens") if self._chunk_size is None else None
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:

@@ -1,4 +1,6 @@
-"""Decode steps of engines that never mix prefill and decode: in order of admission, the latest preempted first."""
+"""Decode steps of engines that never mix prefill and decode: decodes run in order of admission, and the latest admitted
+one is preempted first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Presets of Vajra and other systems: all three layers, the replica options and pools, by name.
+"""Presets of Vajra and other systems: named settings of the three scheduling layers, replica options and pools.
 
 If a system has no router (an engine is one replica), its preset routes round robin. Sizes that depend on the device (KV
 blocks) are left open. Prefix-cache options, and the moment at which blocks become visible, are part of a system: they

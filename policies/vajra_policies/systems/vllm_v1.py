@@ -102,7 +102,7 @@ class VllmV1:
         self._interval = config.prefill_interval_steps
         steady = (
             frozenset(SteadyState) if self._interval == 1 else frozenset()
-        )  # with an interval, `schedule` counts steps, so none may be repeated without it
+        )  # with an interval, `schedule` counts steps, so every step must be formed by a call of it
         self.traits = SchedulerTraits(repeats_decodes=steady)
         self._num_steps = 0
         self._last_prefill_step = -self._interval

@@ -1,4 +1,4 @@
-"""Conditions of schedulers that compute prompts in one piece."""
+"""Checks for schedulers that compute prompts in one piece."""
 
 from __future__ import annotations
 
