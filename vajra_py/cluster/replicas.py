@@ -20,7 +20,7 @@ from vajra_py.engine.compute import LoadAdapter, LoadRunner, LookaheadStep, Mode
 from vajra_py.engine.config import MODEL_BACKENDS, ModelBackendConfig, PlacementConfig
 from vajra_py.engine.kv_copy import KvExport, KvMove, RankCopy
 from vajra_py.engine.rank_answers import RankAnswers
-from vajra_py.engine.worker import Deliver, Finished, KvTask, ReplicaKey, Worker, described
+from vajra_py.engine.worker import Deliver, Finished, KvTask, ReplicaKey, Worker, described, facts_of_ranks
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.experiment.runs.backend import Backend, MakeBackend, Run
 from vajra_py.experiment.runs.backends import make_backend
@@ -119,11 +119,11 @@ class RayWorker:
     @property
     def facts(self) -> ModelFacts:
         """See `Worker`."""
-        return self._facts[0]
+        return facts_of_ranks(self._facts)
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
         """See `Worker`: the minimum over all ranks; ranks on one device share its memory."""
-        devices = [one.device for one in self._facts]
+        devices = [one.device_ids for one in self._facts]
         return int(
             min(
                 self._all(

@@ -492,9 +492,7 @@ def _load_workers(maker: WorkerMaker) -> dict[ReplicaKey, Worker]:
 def _profiled_blocks(
     pool: Sequence[ReplicaKey], workers: Mapping[ReplicaKey, Worker], block_size: int, fraction: float
 ) -> int:
-    """Return the number of KV blocks that fit on every replica of a pool.
-
-    Replicas on one device share its memory.
-    """
-    sharing = Counter(worker.facts.device for worker in workers.values())
-    return min(workers[key].profile_num_blocks(fraction / sharing[workers[key].facts.device]) for key in pool)
+    """Return the number of KV blocks that fit on every replica of a pool. Replicas on one device share its memory."""
+    devices = {key: set(worker.facts.device_ids) for key, worker in workers.items()}
+    sharing = Counter(name for names in devices.values() for name in names)
+    return min(workers[key].profile_num_blocks(fraction / max(sharing[one] for one in devices[key])) for key in pool)

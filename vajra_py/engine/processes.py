@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -40,7 +41,16 @@ from vajra_py.engine.compute import (
 from vajra_py.engine.kv_copier import KvCopier
 from vajra_py.engine.kv_copy import KvExport, KvMove, RankCopy, RankMove, SharedBuffer
 from vajra_py.engine.rank_answers import RankAnswers
-from vajra_py.engine.worker import Deliver, Finished, KvTask, ReplicaKey, described, placed, set_passive_omp_wait
+from vajra_py.engine.worker import (
+    Deliver,
+    Finished,
+    KvTask,
+    ReplicaKey,
+    described,
+    facts_of_ranks,
+    placed,
+    set_passive_omp_wait,
+)
 from vajra_py.engine.worker_logs import WorkerLogs
 from vajra_py.errors import ExecutorError
 from vajra_py.runtime.kv import BlockCopy
@@ -222,7 +232,7 @@ class ProcessWorker:
 
     def wait_loaded(self) -> None:
         """See `Worker`: waits for every rank."""
-        self._facts = self._answers()[0]
+        self._facts = facts_of_ranks(self._answers())
 
     @property
     def facts(self) -> ModelFacts:
@@ -231,9 +241,9 @@ class ProcessWorker:
         return self._facts
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
-        """See `Worker`; return the smallest number over all ranks. On a CPU, the ranks share the machine's memory."""
-        sharing = len(self._pipes) if self.facts.device == "cpu" else 1
-        return int(min(self._call("profile_num_blocks", memory_fraction / sharing)))
+        """See `Worker`; return the smallest number over all ranks. Ranks on one device share its memory."""
+        most_sharing = max(Counter(self.facts.device_ids).values())
+        return int(min(self._call("profile_num_blocks", memory_fraction / most_sharing)))
 
     def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
         """See `Worker`."""

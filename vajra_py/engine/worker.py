@@ -342,6 +342,11 @@ def lost(replica: ReplicaKey, what: str) -> str:
     return f"replica {replica[1]} of {replica[0]} failed: {what}"
 
 
+def facts_of_ranks(loaded: Sequence[ModelFacts]) -> ModelFacts:
+    """Return the facts of a replica's first rank, with the devices of all its ranks."""
+    return replace(loaded[0], device_ids=tuple(name for one in loaded for name in one.device_ids))
+
+
 def checked_facts(loaded: Sequence[ModelFacts]) -> ModelFacts:
     """Return the first of these model facts. Raises `ExecutorError` if they are not all of the same model."""
     first = loaded[0]

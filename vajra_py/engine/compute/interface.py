@@ -94,8 +94,7 @@ class NewRow:
         sampling: the request's sampling parameters.
         seed: seed of its random stream: `sampling.seed`, or a seed that the controller drew.
         prompt_token_ids: the request's prompt; read only if `needs_prompt(sampling)`, may be empty otherwise.
-        output_token_ids: output so far, for a request that lost its slot and got another; read only if
-            `needs_outputs(sampling)`.
+        output_token_ids: output so far, of a request that had a slot before; read only if `needs_outputs(sampling)`.
         num_output_tokens: number of output tokens so far; always read (`min_tokens`, place in the random stream).
         adapter: LoRA adapter, which must be loaded whenever the request is computed; empty: the base model.
     """
@@ -128,8 +127,7 @@ class Chunk:
         token_ids: the tokens, at least one.
         num_computed: position of the first token; this many earlier tokens of the request are in KV memory already.
         samples: True if a token is sampled from the last token's logits; the chunk then ends with the last known token.
-        followers: tokens to score, for requests with `prompt_logprobs`: the k-th gets its log-probability from the
-            logits of the chunk's k-th token.
+        followers: tokens to score (for `prompt_logprobs`): the k-th by the logits of the chunk's k-th token.
         groups: with KV parallelism, the groups that compute the chunk. All but the last hold `kv_group_tokens` earlier
             tokens of the request each; the last one holds the tokens after those, including this chunk's.
         num_drafts: number of drafts at the end of `token_ids`. A token is sampled from the logits of each draft and of
@@ -367,6 +365,7 @@ class ModelFacts:
         dtype: name of the dtype of the computation.
         device: "cpu", or the product name of the GPU.
         forward: "fused" (this package's forward pass) or "transformers".
+        device_ids: names of the devices that the rank, or all ranks of a replica, compute on; devices differ in name.
     """
 
     model_type: str
@@ -384,6 +383,7 @@ class ModelFacts:
     dtype: str
     device: str
     forward: str
+    device_ids: tuple[str, ...] = ("cpu",)
 
 
 class PendingStep(Protocol):

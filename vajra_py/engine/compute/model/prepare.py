@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import platform
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -216,7 +217,15 @@ def _facts(
         dtype=str(loaded.dtype).removeprefix("torch."),
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         forward=forward,
+        device_ids=(_device_id(device),),
     )
+
+
+def _device_id(device: torch.device) -> str:
+    """Return a name that no other device has, also on other machines."""
+    if device.type == "cpu":
+        return f"cpu of {platform.node()}"
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _eos_tokens(loaded: LoadedModel) -> tuple[int, ...]:
