@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.engine.fake_runner import (
 )
 from vajra_py import LLM, SamplingParams
 from vajra_py.config import config_from_mapping
+from vajra_py.engine.compute.interface import ModelFacts, RunnerOptions
 from vajra_py.engine.config import SLOTS_PER_BATCH_ENTRY
 from vajra_py.errors import ConfigError, ExecutorError, RunInterrupted
 from vajra_py.experiment.runs.backend import Backend, Run
@@ -170,3 +172,39 @@ def test_slots_that_run_short_are_lent_out_again(hollow_model: Path, tmp_path: P
     assert max(run.steps().column("num_running").to_pylist()) > 2 * SLOTS_PER_BATCH_ENTRY
     assert set(run.requests().column("reason").to_pylist()) == {"stop"}
     assert replay(tmp_path / "run").is_equal
+
+
+@pytest.mark.parametrize(
+    ("devices", "blocks"),
+    [
+        ([("a",), ("b",), ("c",)], 900),
+        ([("a",), ("a",), ("b",)], 450),
+        ([("a", "b"), ("c", "a"), ("d",)], 450),
+        ([("a",), ("a",), ("a",)], 300),
+    ],
+)
+def test_only_replicas_on_the_same_device_share_its_memory(
+    devices: list[tuple[str, ...]], blocks: int, hollow_model: Path, tmp_path: Path
+) -> None:
+    class OnDevice(FakeRunner):
+        def __init__(self, options: RunnerOptions, names: tuple[str, ...]) -> None:
+            super().__init__(options)
+            self.names = names
+
+        @property
+        def facts(self) -> ModelFacts:
+            return replace(super().facts, device="a GPU", device_ids=self.names)
+
+        def profile_num_blocks(self, memory_fraction: float) -> int:
+            return round(1000 * memory_fraction)
+
+    def backend(run: Run) -> Backend:
+        world = SteppedWorld(np.random.default_rng(0), runner=lambda key, options: OnDevice(options, devices[key[1]]))
+        made.append(EngineRun(run, make_worker=world.worker, make_clock=world.clock))
+        return made[0]
+
+    made: list[EngineRun] = []
+    mapping = experiment(hollow_model) | {"num_replicas": 3}
+    mapping["replica"] = {"max_model_len": 200, "memory": {"block_size": 8, "memory_fraction": 0.9}}
+    run_experiment(config_from_mapping(mapping), folder=tmp_path / "run", backend=backend)
+    assert {one.memory.num_blocks for one in made[0].controller.replicas()} == {blocks}
