@@ -85,7 +85,7 @@ def serve_steps(
         pass
     finally:
         rank.close()
-    # A normal exit takes seconds once a tensor library is loaded, and nothing that remains needs one.
+    # A normal exit takes seconds once a tensor library is loaded, and nothing is left to do that needs one.
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -161,7 +161,7 @@ class _Rank:
 
     def _moved(self, move: KvMove, error: Exception | None) -> None:
         """Send the answer to a `KvMove` that has ended: `RankMove`, or the copy's error."""
-        with suppress(OSError):  # the controller has closed the pipe, which ends this process
+        with suppress(OSError):  # raised if the controller has closed the pipe, which ends this process
             if error is None:
                 self._answer(RankMove(move.number))
             else:
@@ -182,7 +182,7 @@ def _takes_more(pipe: Connection) -> bool:
 def _send(pipe: Connection, answer: Any) -> None:
     try:
         pipe.send(answer)
-    except Exception:  # the answer is an error that cannot be pickled
+    except Exception:  # raised if the answer is an error that cannot be pickled
         pipe.send(ExecutorError(described(answer)))
 
 

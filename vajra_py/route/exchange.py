@@ -180,7 +180,7 @@ class Exchange:
                 self._refused = fault.status, fault.body, "application/json"
                 session.answer(self.routed, 0, _FAILED, f"server {place} refuses it: {fault}")
                 return
-            self.routed.kv_params = None  # the decode server then computes the prompt, too
+            self.routed.kv_params = None  # without KV, the decode server also computes the prompt
             session.answer(self.routed, 1, PROMPT, f"server {place}: {fault}")
             if fault.is_down:
                 # Must precede `lose`, which places again the requests that are still in transfer from the lost server.

@@ -63,7 +63,7 @@ def run_experiment(
     run = Run(config, registry, load_workload(config), seeds, progress)
     prepared = backend(run)
     try:
-        devices = devices_of(config, prepared.latency_models)  # reports unknown names under `costs` before the run
+        devices = devices_of(config, prepared.latency_models)  # raises for unknown names under `costs`, before the run
         place.start(config, registry, overwrite=overwrite)
         prepared.prepare(place.path)
         _Attempt(run, prepared, place, seeds, devices).execute()

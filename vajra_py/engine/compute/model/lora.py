@@ -91,7 +91,7 @@ class AdaptedProduct(Product):
     def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """See `Product`."""
         hidden = super().add_to(hidden, x)
-        if self.adds_in_place and self._rows.groups:  # otherwise `__call__` has added the terms
+        if self.adds_in_place and self._rows.groups:  # if not in place, `__call__` has added the terms
             self._add(hidden, x)
         return hidden
 
