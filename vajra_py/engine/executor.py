@@ -155,7 +155,7 @@ class EngineExecutor:
             self._indices.pop(request, None)
             self._proposals.pop(request, None)
 
-    # For the engine loop
+    # Called by the engine loop
 
     def expect(self, request: Request, submission: Submission) -> None:
         """Register a request that may run on this replica; the worker has no valid state of it."""

@@ -259,7 +259,7 @@ class ProcessWorker:
             try:
                 pipe.send((name, (step,)))
             except OSError:
-                return  # the process died; the receiver finds that out and reports it
+                return  # the process died; the receiver reports it
 
     def copy_kv(self, copy: KvTask) -> None:
         """See `Worker`: each rank copies its part.
