@@ -165,7 +165,8 @@ class RayPool:
                 return
             try:
                 messages = self._ray.get(self._asked)
-            except self._ray.exceptions.RayError:  # its node is lost; Ray restarts the collector on another
+            except self._ray.exceptions.RayError:
+                # The collector's node is lost; Ray restarts the collector on another one.
                 messages = []
             running = set(self._running.values())
             for message in messages:

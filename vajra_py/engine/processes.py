@@ -182,7 +182,7 @@ def _takes_more(pipe: Connection) -> bool:
 def _send(pipe: Connection, answer: Any) -> None:
     try:
         pipe.send(answer)
-    except Exception:  # raised if the answer is an error that cannot be pickled
+    except Exception:  # the answer is an error that cannot be pickled
         pipe.send(ExecutorError(described(answer)))
 
 

@@ -197,7 +197,7 @@ class DecodeGraphs:
         return DecodeGraph(longs, kv_lens, metadata)
 
     def _run(self, graph: DecodeGraph) -> None:
-        # Plans depend on lengths, so each replay must compute its own: a plan already known would not be captured.
+        # Plans depend on lengths, so each replay must compute its own: forget plans, so that this is captured, too.
         graph.metadata.memo.decode_plans.clear()
         positions, _, places = graph.longs
         size, last_tokens = graph.kv_lens.shape[0], self._state.last_tokens
