@@ -314,7 +314,7 @@ def _names_any(config: ExperimentConfig, policies: Iterable[AnyPolicySpec]) -> b
     """Return True if the experiment selects one of these policies, or if one of them is a part that a router may use."""
     specs = list(policies)
     if any(isinstance(spec, RoutingPartSpec) for spec in specs):
-        return True  # a router may use the part, such as a producer, although the experiment does not name it
+        return True  # a router may use a part, such as a producer, that the experiment does not name
     layered = [spec for spec in specs if isinstance(spec, PolicySpec)]
     given = {(spec.layer, name) for spec in layered for name in (spec.name, *spec.aliases)}
     admission = config.admission_policy

@@ -88,14 +88,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     that could not be executed, 130 an interruption.
     """
     skip_collection_at_exit()
-    # Otherwise OpenBLAS threads of NumPy spin for 25 ms before they sleep, at the start and after each matrix product.
+    # Otherwise NumPy's OpenBLAS threads spin for 25 ms, at the start and after each matrix product, before they sleep.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
 def _run(arguments: list[str]) -> int:
     wants_traceback = "--traceback" in arguments
-    try:  # the flag is accepted at any position
+    try:  # `--traceback` is accepted at any position, so it is removed before click parses the rest
         given = [one for one in arguments if one != "--traceback"]
         result: Any = vajra.main(given, prog_name="vajra", standalone_mode=False)
     except click.exceptions.Exit as error:
@@ -109,7 +109,7 @@ def _run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         return 130
-    except SystemExit as error:  # on a closed pipe click wraps the output and exits with an error
+    except SystemExit as error:  # if stdout is a closed pipe, click wraps it and exits with an error
         if type(sys.stdout).__name__.endswith("PacifyFlushWrapper"):
             return 0
         raise error

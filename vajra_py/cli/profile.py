@@ -91,5 +91,6 @@ class _Bar:
     def show(self, num_done: int, num_total: int) -> None:
         """Show the number of finished measurements."""
         if self._progress is not None and self._task is not None:
-            self._progress.start()  # started late, so that earlier errors are printed on a line of their own
+            # Not started earlier, so that errors before the first measurement are printed on their own lines.
+            self._progress.start()
             self._progress.update(self._task, completed=num_done, total=num_total)

@@ -354,6 +354,6 @@ def _leave() -> None:
     atexit._run_exitfuncs()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the reader of a pipe may have closed it
+        with suppress(OSError, ValueError):  # the stream may be a pipe whose reader has closed it
             stream.flush()
     os._exit(0)

@@ -102,7 +102,7 @@ def _connect(ray: Any, on: str, *, again: bool = True) -> None:
     )  # otherwise Ray warns that this default will change
     try:
         ray.init(address=on, configure_logging=False, log_to_driver=False)
-    except Exception as error:  # Ray has no dedicated error for this
+    except Exception as error:  # Ray has no dedicated error for a failed connection
         message = " ".join(str(error).split())
         if again and "Initialization failure" in message:  # Ray's process for this client exited at once: try again
             return _connect(ray, on, again=False)
@@ -125,7 +125,7 @@ def _check_nodes(cluster: RayCluster) -> None:
         name = f"node {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
         try:
             found = ray.get(answer, timeout=_ANSWER_S)
-        except Exception as error:  # any error makes the node unusable
+        except Exception as error:  # whatever the error, a node that is still listed cannot be used
             if all(one["NodeID"] != node["NodeID"] for one in cluster.nodes()):
                 continue  # the node has died since it was listed
             lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -52,7 +52,7 @@ class Shipment:
         """Return the input files of this experiment. Raises `ConfigError` if their total size is too large."""
         found = []
         for name in named_paths(config):
-            if os.path.isfile(name):  # pathlib raises on names that are too long
+            if os.path.isfile(name):  # unlike `Path.is_file`, False for a name that is too long
                 found.append(self._file(name))
             elif os.path.isdir(name):
                 found += [self._file(str(one)) for one in sorted(Path(name).rglob("*")) if one.is_file()]

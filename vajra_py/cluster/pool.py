@@ -107,7 +107,7 @@ class RayPool:
             if self._collector is not None:
                 self._ray.kill(self._collector)
             self._ray.wait(removals := self._removals(), num_returns=len(removals), timeout=_REMOVE_S)
-        except Exception:  # the cluster is lost: its nodes keep the files, and there is no run to cancel
+        except Exception:  # the cluster is lost: its nodes keep the files, and no run is left to cancel
             _log.debug("files of runs stay on a node", exc_info=True)
 
     def _removals(self) -> list[Any]:
@@ -165,7 +165,8 @@ class RayPool:
                 return
             try:
                 messages = self._ray.get(self._asked)
-            except self._ray.exceptions.RayError:  # the collector's node is lost; Ray restarts it on another node
+            except self._ray.exceptions.RayError:
+                # The collector's node is lost; Ray restarts the collector on another one.
                 messages = []
             running = set(self._running.values())
             for message in messages:

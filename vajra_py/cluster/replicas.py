@@ -177,7 +177,7 @@ class RayWorker:
                 self._receiver.join()
             self._receiver = None
             if self._cluster.is_there:
-                with suppress(Exception):  # a cluster that was lost meanwhile has no actors to kill
+                with suppress(Exception):  # if the cluster was lost since the check, it has no actors
                     for one in self._actors:
                         self._ray.kill(one)
                     remove_placement_group(self._group)

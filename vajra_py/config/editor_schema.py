@@ -77,7 +77,7 @@ def json_schema(registry: Registry) -> Schema:
     for name in ("PolicyChoice", "TypedChoice"):
         definitions.pop(name, None)
     for name in ("SchedulingConfig", "SystemSchedulingConfig", "ReplicasetConfig"):
-        definitions[name].pop("required", None)  # presets and the top of the file may supply missing keys
+        definitions[name].pop("required", None)  # no key is required: a preset or the top of the file may supply it
     schema["required"] = ["version", "backend"]
     schema["dependentRequired"] = {key: ["workload"] for key in EXPERIMENT_KEYS if key != "workload"}
     return {"$schema": DIALECT, **schema, "title": "vajra-py experiment"}

@@ -66,7 +66,7 @@ def parse_yaml(text: str, place: Place) -> Any:
         at = Place(place.source, mark.line + 1, place.path) if mark and place.line is not None else place
         reason = " ".join(str(part) for part in (error.context, error.problem) if part)
         raise ConfigError(Finding(at, (), f"is not valid YAML: {reason}").problem()) from error
-    except RecursionError:  # the parser recurses at each level
+    except RecursionError:  # the parser recurses at each level of nesting
         raise ConfigError(Finding(place, (), "is nested too deeply").problem()) from None
     except YAMLError as error:
         reason = " ".join(str(error).split())

@@ -79,7 +79,8 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
     After `MAX_SKIPPED` skipped prompts, or without a free block, no further prompt is admitted; partial prefills still
     continue, since they release their memory only when they are done. Returns False if a partial prefill lacked blocks.
     """
-    has_looked = not replica.num_waiting  # True if `queued` is the next waiting request, or None because there is none
+    # False: the next waiting request must still be read into `queued`. True: `queued` has it, or None if none waits.
+    has_looked = not replica.num_waiting
     if has_looked and not replica.num_partial_prefills:
         return True
     partial, waiting = iter(replica.partial_prefills()), iter(()) if has_looked else replica.waiting()
@@ -94,8 +95,8 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
             if queued is not None and (
                 in_progress is None or replica.urgency(queued)[:1] < replica.urgency(in_progress)[:1]
             ):
-                # Read the next waiting request only after this one was added: the next one is then the head of its
-                # queue, and a head is read fastest.
+                # Do not read the next waiting request yet: once `request` is admitted, the next one is the head of its
+                # queue, and the head of a queue is read fastest.
                 request, queued, has_looked = queued, None, False
         if request is None:
             break
@@ -133,7 +134,9 @@ def _free_the_most_urgent(
     """Preempt partial prefills, the least urgent first, until the most urgent one has the blocks for its next chunk."""
     partial = list(replica.partial_prefills())
     if len(partial) < replica.num_running:
-        return  # the other running requests are in flight, and may free enough blocks when their step ends
+        # This step has no decodes, so the other running requests are in flight: they may free enough blocks when their
+        # step ends.
+        return
     first = partial[0]
     while len(partial) > 1:
         if not _give_way(batch, partial.pop(), mode):

@@ -341,7 +341,8 @@ class EngineConfig(ModelBackendConfig):
             return self
         given = {name: getattr(own, name) for name in type(own).model_fields}
         update = {name: value for name, value in given.items() if value is not None}
-        if own.model is not None:  # a replicaset with its own model does not inherit the latency model
+        # A replicaset with its own model does not inherit the latency model, even if it has none of its own.
+        if own.model is not None:
             update["latency"] = own.latency
         return self.model_copy(update=update)
 

@@ -155,7 +155,7 @@ class EngineExecutor:
             self._indices.pop(request, None)
             self._proposals.pop(request, None)
 
-    # For the engine loop
+    # Called by the engine loop
 
     def expect(self, request: Request, submission: Submission) -> None:
         """Register a request that may run on this replica; the worker has no valid state of it."""
@@ -376,7 +376,7 @@ class EngineExecutor:
         request, start = entry.request, entry.num_computed_before
         row = self._row(request, changes)
         self._send_table(request, row, memory, changes)
-        row.num_blocks[0] = drafts.num_kept_blocks  # blocks after these are freed if their drafts are rejected
+        row.num_blocks[0] = drafts.num_kept_blocks  # later blocks hold only drafts, and are freed if these are rejected
         row.goes_on = False
         proposed = self._proposals[request][1][: drafts.num_tokens] if drafts.num_tokens else []
         tokens = [*self._tokens(request, start, start + 1), *proposed]
@@ -454,7 +454,7 @@ class EngineExecutor:
             return
         entries = set(requests)
         victims = [request for request in self._rows if request not in entries]
-        victims.sort(key=lambda request: request.is_resident)  # stable; requests without KV memory come first
+        victims.sort(key=lambda request: request.is_resident)  # a stable sort: requests without KV memory come first
         for request in victims[:num_lacking]:
             self._drop_row(request)
 

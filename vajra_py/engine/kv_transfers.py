@@ -52,7 +52,7 @@ class KvTransfers:
         If the buffer was already sent to the target's worker, it is copied before any later step, so that such a step
         may reuse the target blocks.
         """
-        self._under_way.pop(_key(transfer), None)  # absent if the transfer ended in this turn
+        self._under_way.pop(_key(transfer), None)  # absent if the transfer ended in this turn of the loop
 
     def exported(self, news: KvExported) -> None:
         """Pass on the buffer from a source's worker, unless the transfer was cancelled."""

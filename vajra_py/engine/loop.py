@@ -155,7 +155,7 @@ class EngineLoop(Backend[EngineReplica]):
         """Make `run` return once it has handled all messages that it has received."""
         self.inbox.put(Stop())
 
-    # Only from the loop's own thread
+    # Called only from the loop's own thread
 
     def submit_at(self, tick: int, make: Callable[[], Submission]) -> None:
         """Submit a request at a tick of the clock.
@@ -202,7 +202,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._receive()
         while not self._finished:
             due = min(self._driver.next_due(), self._outages.next_due())
-            if due <= self.now:  # a message that was just received became an event of the next turn
+            if due <= self.now:  # a message that was just received became an event that is already due
                 return True
             if self._stops:
                 return False
@@ -326,7 +326,7 @@ class EngineLoop(Backend[EngineReplica]):
             self._restore(one, message)
         elif isinstance(message, GivenUp):
             is_hopeless, why = self._outages.given_up(message.replica), lost(message.replica, message.why)
-            self._check_failed(why)  # may set `failed`, which listeners read once `_abandon` notifies them
+            self._check_failed(why)  # may set `failed`, so it precedes `_abandon`: the listeners notified there read it
             if is_hopeless:
                 self._abandon(message.replica[0], why)
         elif one.is_lost:
@@ -494,8 +494,8 @@ class EngineLoop(Backend[EngineReplica]):
             self._outages.restarting.add((name, replica_id))
         self._check_failed(detail)
         max_reruns = self._options.max_reruns if self._outages.could_serve(name) else None
-        # A request that was computed alone caused the failure. Every request that was being computed becomes a suspect;
-        # each further failure doubles the number of tokens for which it stays a suspect.
+        # A request that was computed alone has caused the failure. Every request that was being computed becomes a
+        # suspect; each further failure doubles the number of tokens for which it stays a suspect.
         guilty = [request.request_id for request in blamed] if len(blamed) == 1 else []
         if max_reruns is not None:
             for request in blamed:

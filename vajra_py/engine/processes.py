@@ -85,7 +85,7 @@ def serve_steps(
         pass
     finally:
         rank.close()
-    # A normal exit takes seconds once a tensor library is loaded, and nothing that remains needs one.
+    # A normal exit takes seconds once a tensor library is loaded, and nothing is left to do that needs one.
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -161,7 +161,7 @@ class _Rank:
 
     def _moved(self, move: KvMove, error: Exception | None) -> None:
         """Send the answer to a `KvMove` that has ended: `RankMove`, or the copy's error."""
-        with suppress(OSError):  # the controller has closed the pipe, which ends this process
+        with suppress(OSError):  # raised if the controller has closed the pipe, which ends this process
             if error is None:
                 self._answer(RankMove(move.number))
             else:
@@ -259,7 +259,7 @@ class ProcessWorker:
             try:
                 pipe.send((name, (step,)))
             except OSError:
-                return  # the process died; the receiver finds that out and reports it
+                return  # the process died; the receiver reports it
 
     def copy_kv(self, copy: KvTask) -> None:
         """See `Worker`: each rank copies its part.

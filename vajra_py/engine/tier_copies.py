@@ -46,7 +46,7 @@ class TierCopies:
 
     def cancel(self, copy: TierCopy[EngineReplica]) -> None:
         """Forget a copy. If it was already sent to its worker, later steps that use its blocks wait for it."""
-        self._under_way.pop(_key(copy), None)  # absent if the copy ended in this turn
+        self._under_way.pop(_key(copy), None)  # absent if the copy ended in this turn of the loop
 
     def load(self, replica: EngineReplica, swaps: Sequence[BlockCopy]) -> bool:
         """Submit the copies to the device of a replica whose next step is about to be submitted.

@@ -34,7 +34,7 @@ REASONS: tuple[str, ...] = (*(reason.value for reason in EndReason), UNFINISHED)
 QUANTILES: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 """Quantiles in summaries, by key."""
 
-# Rounding errors such as 0.07 * 100 = 7.000000000000001 must not raise the rank by one.
+# Rounding errors such as 0.07 * 100 = 7.000000000000001 must not raise a quantile's rank by one.
 _RANK_SLACK = 1.0 - 1e-12
 
 

@@ -296,7 +296,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
         answer = self._answer
-        if answer is None:  # data without a request
+        if answer is None:  # no request awaits these data
             self.close()
             return
         if not answer.has_head:

@@ -85,7 +85,7 @@ class Exchange:
 
     def _on_news(self) -> None:
         if self._task is not None and not self.routed.has_begun:
-            self._task.cancel()  # the request moved or ended before its server began to answer
+            self._task.cancel()  # end the attempt: the request moved or ended before its server began to answer
         self._news.set()
 
     async def run(self, receive: Receive) -> None:
@@ -180,10 +180,10 @@ class Exchange:
                 self._refused = fault.status, fault.body, "application/json"
                 session.answer(self.routed, 0, _FAILED, f"server {place} refuses it: {fault}")
                 return
-            self.routed.kv_params = None  # the decode server then computes the prompt, too
+            self.routed.kv_params = None  # without KV, the decode server also computes the prompt
             session.answer(self.routed, 1, PROMPT, f"server {place}: {fault}")
             if fault.is_down:
-                # Must precede `lose`, which places again the requests that are still in transfer from the lost server.
+                # Must precede `lose`, which places again the requests that are then still in transfer from this server.
                 session.hand_on()
                 session.lose(place, str(fault))
             return

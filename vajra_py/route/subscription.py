@@ -118,7 +118,7 @@ class Subscription:
     async def _take(self, frames: Sequence[bytes]) -> None:
         """Apply the next batch, after replaying any missed before it."""
         number = int.from_bytes(frames[-2], "big") if len(frames) > 1 else 0
-        if number == 0 and self._next:  # numbers begin again: the publisher was replaced, behind a proxy
+        if number == 0 and self._next:  # numbers begin again: the publisher behind a proxy was replaced
             await self._begin()
         if self._next is not None and number > self._next:
             await self._replay(self._next)

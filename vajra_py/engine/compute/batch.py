@@ -197,7 +197,9 @@ class BatchState:
         self.num_computed[slots] = kv_lens
         sampled = [(order[place], num_decodes + place) for place, chunk in enumerate(chunks) if chunk.samples]
         num_drafts = {num_decodes + place: one.num_drafts for place, one in enumerate(chunks) if one.num_drafts}
-        if not num_drafts:  # with drafts, all rows may be sampled, and then the forward pass expects them in row order
+        # List sampled rows in the order of `step.chunks`. Not with drafts: all rows may then be sampled, and the
+        # forward pass expects all rows in row order.
+        if not num_drafts:
             sampled.sort()
         positions, held, num_newest, begins = kv_lens - 1, kv_lens, len(slots), first
         if self._groups is not None:

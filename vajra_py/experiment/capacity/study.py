@@ -154,7 +154,7 @@ class _Question:
             ranges = [range(one.min, one.max + 1) for one in asked.replicas.values()]
             return search_replicas(self.slo, ranges, self.costs, fewest)
         rate = asked.rate
-        assert rate is not None  # ensured by the schema
+        assert rate is not None  # the schema sets `rate` if `replicas` is absent
         given = _at(self.mapping, rate.path)
         start = float(given) if isinstance(given, int | float) else math.sqrt(rate.min * rate.max)
         question = RateQuestion(

@@ -135,7 +135,7 @@ def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: P
         "prefix_cache": {"enabled": settings.prefix_caching},
     }
     if together > 1:
-        memory["tenant_salt"] = True  # a tenant stands for a rank, see `ranked`
+        memory["tenant_salt"] = True  # here, the tenant of a request is its rank: see `ranked`
     if settings.memory_fraction is not None:
         memory["memory_fraction"] = settings.memory_fraction
     if settings.num_blocks is not None:

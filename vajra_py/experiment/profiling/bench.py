@@ -89,7 +89,7 @@ class Bench:
         this step's tokens.
         """
         is_ahead = batch.is_ahead(self._begins_ahead)
-        if is_ahead:  # a step of the same rows runs before this one, so a context has at least two tokens
+        if is_ahead:  # an earlier step computes the same rows, so each context has at least two tokens
             batch = replace(batch, decodes=tuple(max(2, context) for context in batch.decodes))
         ends = batch.ends(self._begins_ahead)
         blocks = self._first_block + self._stream.permutation(self._num_blocks)

@@ -37,7 +37,8 @@ def problems_of_parts(
         except ConfigError as error:
             at_point = "" if len(points) == 1 else f" ({point.label})"
             for problem in error.problems:
-                if str(problem) not in found:  # report a mistake that is common to several points once
+                # A mistake that several points have in common is reported once.
+                if str(problem) not in found:
                     found.add(str(problem))
                     is_placed = problem.where.startswith((f"{where}:", "--set "))
                     place = f"{problem.where}{at_point}" if is_placed else f"{where}{at_point} {problem.where}".strip()

@@ -176,7 +176,7 @@ class RunFolder:
             raise ConfigError(
                 Problem(f"output {self.path}", message, "Wait for it, or another name or folder")
             ) from None
-        except OSError:  # a file system without locks: continue unlocked
+        except OSError:  # the file system has no locks: continue without one
             pass
         self._lock = lock
 

@@ -286,7 +286,7 @@ class _RecordedExecutor(SimulatedExecutor):
                 if output.reason == EndReason.STOP.value and position + count >= len(output.token_ids):
                     stopped.append(request)
         report = None if self.connector is None else self.connector.report(plan)
-        is_ahead = plan.step_index in self._late  # the number of accepted drafts then is one of the recorded inputs
+        is_ahead = plan.step_index in self._late  # accepted drafts are then reported later, by a recorded input
         return StepResult(tokens, frozenset(stopped), failed, {} if is_ahead else accepted, report, is_ahead)
 
     def num_drafts(self, request: Request, at_most: int) -> int:
@@ -315,7 +315,7 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
         horizon_s=to_seconds(recording.ended_at) + 1.0,
         drain=False,
         tenant_salt=any(one.tenant_salt for one in memories),
-        fast_forward=repeats,  # not if each step caches blocks (known tokens), nor with tiers, which copy them
+        fast_forward=repeats,  # off with known tokens (each step caches blocks) and with tiers (steps copy them)
         expires=False,
         times_transfers=False,
         wakes=False,
@@ -377,7 +377,7 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
         seeds=seeds,
         facts=first.facts,
         executor_of=lambda replicaset, replica_id: executor,
-        reserves_growth=connector is None,  # a connector's failed loads name block ids, so blocks are assigned at once
+        reserves_growth=connector is None,  # with one, blocks are assigned at once: failed loads name them by id
         models=models,
         served_models=settings.served_models(engine),
     )

@@ -63,7 +63,7 @@ def run_experiment(
     run = Run(config, registry, load_workload(config), seeds, progress)
     prepared = backend(run)
     try:
-        devices = devices_of(config, prepared.latency_models)  # reports unknown names under `costs` before the run
+        devices = devices_of(config, prepared.latency_models)  # raises for unknown names under `costs`, before the run
         place.start(config, registry, overwrite=overwrite)
         prepared.prepare(place.path)
         _Attempt(run, prepared, place, seeds, devices).execute()
@@ -194,7 +194,7 @@ class _Attempt:
             lambda requests: ideal_makespans(run.config, run.workload, models, requests),
             self._tiers,
         )
-        with ThreadPoolExecutor(1) as beside:  # encoding mostly runs without the GIL
+        with ThreadPoolExecutor(1) as beside:  # encoding overlaps, as it mostly runs without the GIL
             closing = None if self._log is None else beside.submit(self._log.close)
             self._backend.write(path, self._run.config, tables, seconds, self._backend.step_times.to_mapping())
             if closing is not None:

@@ -72,7 +72,8 @@ def fit_steps(measured: Sequence[Measured]) -> StepFit:
         shares, solution = solution[: len(part)], solution[len(part) :]
         functions = _functions(name, knots[name], np.array(knots[name]))
         values = np.sum([share * one for share, one in zip(shares, functions, strict=True)], axis=0)
-        lowest = float(np.min(values))  # 0, except for the curve that may decrease: there, every step's fixed time
+        # 0, except for the curve that may decrease: the lowest value of that curve is part of every step's fixed time.
+        lowest = float(np.min(values))
         base += lowest
         curves[name] = Curve(tuple(knots[name]), tuple((values - lowest).tolist()))
     return StepFit(base, curves, dict(zip(COEFFICIENTS, solution.tolist(), strict=True)))

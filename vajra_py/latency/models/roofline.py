@@ -341,8 +341,8 @@ def step_coefficients(deployment: Deployment) -> StepCoefficients:
     model, device, split = deployment.model, deployment.device, deployment.parallelism
     size, state = DTYPE_BYTES[model.dtype], DTYPE_BYTES[deployment.activation_dtype]
     bandwidth = device.attainable_bandwidth * split.tensor
-    # A decode has one query row, so its times of memory and of arithmetic are both proportional to the number of keys,
-    # and the longer one is known beforehand.
+    # A decode has one query row, so its memory time and its arithmetic time are both proportional to the number of
+    # keys: which of the two is longer is the same for every batch.
     key = max(decode_key_s(deployment))
     between_stages = split.pipeline > 1
     return StepCoefficients(

@@ -46,7 +46,7 @@ def factors_among(multiples: Sequence[float]) -> Factors:
     """
     number = len(multiples)
     sums = np.concatenate([[0.0], np.sort(np.array(multiples, np.float64)).cumsum()])
-    # A value may fall into two hundredths, with a part in each. The means ascend; sorting undoes rounding errors.
+    # A value may be divided between two hundredths. The means ascend, and sorting only undoes rounding errors.
     cuts = np.linspace(0, number, min(number, _MOST_FACTORS) + 1)
     means = np.sort(np.diff(np.interp(cuts, np.arange(number + 1), sums)))
     return tuple((means / means.mean()).tolist())

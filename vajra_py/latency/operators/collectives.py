@@ -38,7 +38,7 @@ class Collectives:
         """
         state, seconds = tokens * self._model.hidden_size * self._bytes_each, 0.0
         if self._tensor > 1:
-            # An all-reduce follows the attention and the feed-forward part of every layer, and the embedding.
+            # An all-reduce follows the embedding, each attention part, and each feed-forward part.
             seconds += (2 * self._model.num_layers + 1) * self._reduced_s(state)
         if self._ranks > 1 and self._model.experts is not None and self._link is not None:
             # An all-gather precedes the experts, and a reduce-scatter follows them: in each of the two, every rank

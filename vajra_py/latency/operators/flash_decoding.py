@@ -81,11 +81,11 @@ class DecodeKernel:
         total = float(sum(contexts))
         blocks = [context / total for context in contexts] * self.kv_heads
         # Running blocks share the bandwidth equally. `served` is the amount that a block running from the start would
-        # have read; `running` has the value of `served` at which each running block ends.
+        # have read by now. `running` is a heap of the values of `served` at which the running blocks will end.
         slots = self.num_slots
         running = blocks[:slots]
         heapq.heapify(running)
-        # While blocks wait, every slot is in use.
+        # While blocks wait, every slot is in use: the next block begins when the first of the running ones ends.
         for block in islice(blocks, slots, None):
             heapq.heapreplace(running, running[0] + block)
         served = running[0] if len(blocks) > slots else 0.0

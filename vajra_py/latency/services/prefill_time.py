@@ -28,12 +28,11 @@ class PrefillTimeTable:
         self._solo_chunk_size = solo_chunk_size
         self._stages = num_stages
         self._table = [0.0]
-        # `_done` and `_done_s` are the first token and the start time of the last chunk, in which the table's last
-        # entry ends; `_previous` has both for the chunk before; `_chunk` is the last chunk's size, 0 until known.
-        self._done = 0
-        self._done_s = 0.0
-        self._previous = (0, 0.0)
-        self._chunk = 0
+        # The current chunk is the one in which the table's last entry ends.
+        self._done = 0  # number of tokens before the current chunk
+        self._done_s = 0.0  # time at which the current chunk begins, after the prompt's start
+        self._previous = (0, 0.0)  # the same two values for the chunk before the current one
+        self._chunk = 0  # size of the current chunk, or 0 while unknown
 
     def total_s(self, num_prompt_tokens: int) -> float:
         """Return the seconds for the whole prompt, with its length rounded up to a multiple of 256 tokens."""

@@ -156,7 +156,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         for members in groups(self.loads):
             own = sorted(best & set(members))
             if self.one_sample and any(self.one_sample[i] for i in members):
-                continue  # no mark: it would suggest significance, which is unknown
+                continue  # no mark: a mark would suggest significance, which is unknown
             if not self._is_tested(members):
                 found |= dict.fromkeys(own, arrow)
             elif own and key in self.primary:

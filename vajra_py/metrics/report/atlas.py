@@ -117,7 +117,7 @@ def write_atlas(page: AtlasPage, folder: Path, formats: Sequence[str] = ("svg", 
     }
     written = []
     for key, figure in figures.items():
-        figure.set_layout_engine("none")  # the layout was already computed for the page
+        figure.set_layout_engine("none")  # keep the layout that was computed for the page
         written += [save_figure(figure, pictures / f"{key}.{form}") for form in formats]
         with (pictures / f"{key}.csv").open("w", newline="", encoding="utf-8") as text:
             writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")

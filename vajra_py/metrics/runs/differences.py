@@ -22,7 +22,7 @@ POOLS_PATH = "pools"
 ABSENT = "–"
 """Placeholder for a value that a configuration does not have."""
 
-# Output locations and names have no effect on results.
+# Output locations, names and descriptions have no effect on results; `sweep` and `replications` only list runs.
 _IGNORED = ("name", "output", "out", "run_dir", "output_dir", "results", "sweep", "replications", "description")
 
 

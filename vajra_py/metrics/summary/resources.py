@@ -30,7 +30,7 @@ def resources_of(steps: ArrowTable, window: Window, steady: Window) -> dict[str,
     measured = held & steady.holds(formed_at)
     if not measured.any():
         measured, steady = held, window
-    # A slice avoids a copy if all steps are kept.
+    # If all steps are kept, a slice selects them without a copy.
     counted, inside = (slice(None) if own.all() else own for own in (held, measured))
     weight = duration_s[inside]
     section: dict[str, Any] = {

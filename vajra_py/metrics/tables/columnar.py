@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vajra_py.runtime.records.arrow_arrays import arrow_array, call
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
-# Minimum number of new gaps after which gaps are merged; half the number of merged gaps if that is more.
+# Gaps are merged once this many new ones were added, or half as many as are merged already if that is more.
 _MERGE_ROWS = 1 << 20
 
 

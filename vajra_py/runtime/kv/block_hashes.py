@@ -374,7 +374,7 @@ class PrivateBlockHashes:
 
 def adapter_salt(salt: str, adapter: str) -> str:
     """Return the salt of content computed with an adapter (empty: the base model): KV of two adapters is never shared."""
-    # The digest is repeated to make the result longer than any tenant's name, so that it equals no salt of a tenant.
+    # The digest is repeated to make the result longer than any tenant's name, so that it cannot equal a tenant's salt.
     return xxh3_128_hexdigest(repr((salt, adapter)).encode()) * 20 if adapter else salt
 
 

@@ -387,7 +387,8 @@ class BlockPool:
         if self.events is not None:
             self.events.copy_left(block_hash)
         if isinstance(entry, int):
-            self._entries[block_hash] = entry  # a block cached later took over the hash (`_keeps_last`)
+            # With `_keeps_last`, the hash already leads to a block that was cached later: restore this entry.
+            self._entries[block_hash] = entry
         elif entry is not None:
             was_first = next(iter(entry)) == block
             del entry[block]

@@ -187,7 +187,8 @@ class FusedForward:
             following = self._norm
             if index + 1 < len(self._layers):
                 following = self._layers[index + 1].attention_norm
-            elif stage.is_last and rows.shape[0] != token_ids.shape[0]:  # else all rows are requested, in order
+            # If as many rows are requested as there are tokens, they are all rows, in order.
+            elif stage.is_last and rows.shape[0] != token_ids.shape[0]:
                 hidden, attended = hidden[rows], attended[rows]
                 if adapters is not None:
                     adapters.use_rows(rows)

@@ -174,7 +174,8 @@ def write_and_attend_with_lse(
 def _attended(
     query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # Windows do not matter for earlier parts: models with a window shorter than the longest sequence are refused.
+    # An earlier part (not causal) needs no window: sequences are not spread over groups if a layer has a window shorter
+    # than the longest sequence.
     window = scores.window if metadata.causal else None
     return paged_attention(
         query, *cache, metadata, scale=scores.scale, window=window, softcap=scores.softcap, return_lse=True

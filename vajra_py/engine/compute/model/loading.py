@@ -164,7 +164,7 @@ def _choose_length(asked: int | None, config: Any, where: str) -> int:
     kinds = _rope_kinds(getattr(config, "rope_parameters", None))
     if kinds & {"dynamic", "longrope"}:
         # These models rescale all positions of a batch once its longest sequence exceeds the original length, so a
-        # ragged batch is exact only if no sequence exceeds it.
+        # ragged batch is exact only if no sequence exceeds that length.
         original = getattr(config, "original_max_position_embeddings", None)
         longest = min(longest, int(original or longest))
     if asked is not None and not 1 <= asked <= longest:

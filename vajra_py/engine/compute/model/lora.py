@@ -91,7 +91,7 @@ class AdaptedProduct(Product):
     def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """See `Product`."""
         hidden = super().add_to(hidden, x)
-        if self.adds_in_place and self._rows.groups:  # otherwise `__call__` has added the terms
+        if self.adds_in_place and self._rows.groups:  # if not in place, `__call__` has added the terms
             self._add(hidden, x)
         return hidden
 
@@ -144,7 +144,7 @@ class AdapterSlots:
         """Number of the request's adapter, by the request's slot in the worker."""
         self._step: npt.NDArray[np.int64] | None = None
 
-    # While the forward pass is built
+    # Called while the forward pass is built
 
     def adapted(
         self, product: Product, layer: int, parts: Sequence[Part], inputs: int, folded: torch.Tensor | None
@@ -199,7 +199,7 @@ class AdapterSlots:
         """Bytes of memory of all slots."""
         return sum(one.product.num_bytes for one in self._products)
 
-    # Between steps and during steps
+    # Called between steps and during steps
 
     def load(self, name: str, slot: int) -> None:
         """Copy an adapter's weights into a slot, replacing its content. Raises `ExecutorError`."""

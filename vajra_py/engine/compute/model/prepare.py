@@ -146,7 +146,7 @@ def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) ->
         layers = probe_layers(model, where)
         check = SelfCheck(loaded, layers)
         passes = check.difference(TransformersForward(model), check.layers, loaded.device) is None
-    except ConfigError:  # the first difference is reported, which is more informative
+    except ConfigError:  # not reported: the difference of the first check is more informative
         passes = False
     if not passes:
         raise unsupported(where, model, difference)

@@ -107,7 +107,7 @@ class DecodeGraphs:
         self._caches = caches
         self._state = state
         device = state.last_tokens.device
-        # These buffers have the largest batch size; smaller sizes use the first rows.
+        # These buffers have the largest batch size; smaller batches use the first rows.
         self._table = torch.zeros((largest, state.tables.shape[1]), dtype=torch.int32, device=device)
         self._rows = torch.arange(largest, device=device)
         self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
@@ -197,12 +197,13 @@ class DecodeGraphs:
         return DecodeGraph(longs, kv_lens, metadata)
 
     def _run(self, graph: DecodeGraph) -> None:
-        graph.metadata.memo.decode_plans.clear()  # a plan depends on lengths, so each replay must compute its own
+        # Plans depend on lengths, so each replay must compute its own: forget plans, so that this is captured, too.
+        graph.metadata.memo.decode_plans.clear()
         positions, _, places = graph.longs
         size, last_tokens = graph.kv_lens.shape[0], self._state.last_tokens
         token_ids = last_tokens.index_select(0, places)
         logits = self._forward(token_ids, positions, self._rows[:size], graph.metadata, self._caches)
-        if self._logits is None:  # true in the first warm-up, so no graph's pool holds the buffer
+        if self._logits is None:  # true only in the first warm-up, so the buffer is in no graph's pool
             self._logits = torch.zeros(self._shape, dtype=logits.dtype, device=logits.device)
         self._logits[:size].copy_(logits)
         tokens = likeliest_tokens(logits)

@@ -31,7 +31,7 @@ one concurrent with them in each direction."""
 def usable_bytes(device: torch.device, fraction: float, weight_bytes: int) -> int:
     """Return the number of bytes that KV memory and a step's buffers may take together."""
     if device.type == "cpu":
-        # Weights are loaded already and count as used, so they are added before taking the share.
+        # Weights are loaded already, so the free bytes lack theirs: add them before taking the fraction.
         return int((free_host_bytes() + weight_bytes) * fraction) - weight_bytes
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

@@ -283,7 +283,8 @@ class TorchRunner:
         self._memory = self._graphs = self._ahead = None
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
-        if self._options.num_ranks > 1:  # a single rank creates no process group, and must keep those of others
+        # A single rank has created no process group, and must not end one that other code of this process has created.
+        if self._options.num_ranks > 1:
             leave_ranks()
 
     def _submitted(self, step: StepInput, memory: KvMemory) -> PendingStep:
@@ -311,7 +312,8 @@ class TorchRunner:
         return done
 
     def _computed(self, step: StepInput, memory: KvMemory) -> Computed:
-        if self._ranks.groups is not None and not step.chunks:  # only other groups compute this step
+        # With groups, decodes are chunks, too: without chunks, only other groups compute rows of this step.
+        if self._ranks.groups is not None and not step.chunks:
             return Computed(np.empty(0, np.int64), torch.empty(0, dtype=torch.int64))
         if self._faults:
             for slot in (*step.decodes, *(chunk.slot for chunk in step.chunks)):
@@ -459,7 +461,7 @@ class TorchRunner:
         wanted = [(int(starts[k]) + i, k, one) for k, ones in batch.followers.items() for i, one in enumerate(ones)]
         most = 2 * min(
             self._options.max_requests, self._options.max_step_tokens
-        )  # the logits of these rows, with their copies, fit into the memory for six copies of the sampled rows' logits
+        )  # the logits of so many rows, with their copies, fit into the memory reserved for sampling (`_LOGIT_COPIES`)
         if self._ranks.stage.count > 1 or self._ranks.groups is not None:
             most = len(wanted)  # the other ranks make one pass, so this rank must, too
         found: torch.Tensor | None = None
