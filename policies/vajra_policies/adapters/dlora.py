@@ -26,15 +26,10 @@ class DloraConfig(PreemptiveConfig):
     unmerged_step_s: float = Field(0.027, gt=0, description="Time of a step with several adapters, seconds.")
     switch_s: float = Field(0.02, ge=0, description="Time to merge or unmerge an adapter, seconds.")
     decrease: float = Field(
-        0.05,
-        ge=0,
-        description="Amount by which `begin` falls (`stay` rises) after a merged (unmerged) phase that served more than the "
-        "other mode would have.",
+        0.05, ge=0, description="Fall of `begin` (rise of `stay`) after a merged (unmerged) phase that served more."
     )
     increase: float = Field(
-        1.1,
-        ge=1,
-        description="Factor by which `begin` grows (`stay` shrinks) after a merged (unmerged) phase that served fewer.",
+        1.1, ge=1, description="Factor by which `begin` grows (`stay` shrinks) after such a phase that served fewer."
     )
     credit_bound: float = Field(
         10000.0, gt=0, description="Credit from which an adapter goes first, until it falls to half of that."
