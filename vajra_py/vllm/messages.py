@@ -101,13 +101,13 @@ class Messages:
             record = find(request.request_id)
             if record is None:  # the request ended during the previous step, so it is left out of this one
                 continue
-            if kind == "running" and record.ran_in == step - 1:  # the workers know it: send only new blocks
+            if kind == "running" and record.ran_in == step - 1:  # the workers know the request: send only new blocks
                 record.ran_in = step
                 blocks = self._new_blocks(record, request)
                 if self._zeroes and not isinstance(blocks, Tables):
                     message.clear(blocks)
                 num_outputs = record.num_kept + request.num_output_tokens
-                if planned is not None:  # counts all unverified drafts; the workers subtract rejected ones
+                if planned is not None:  # count all unverified drafts; the workers subtract rejected ones
                     computed += planned.num_unverified
                     num_outputs += planned.num_unverified
                 message.go_on(record.request_id, num_tokens, computed, num_outputs, blocks)

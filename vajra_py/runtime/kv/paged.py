@@ -622,7 +622,7 @@ class PagedKvMemory:
         hashes, pool = entry.hashes, self._pool
         if hashes is None or entry.is_private or pool.options is None or not pool.options.retain_freed:
             self.unpin(name)
-            return True  # no failure: pinning has no use, since no other request can ever hit the content
+            return True  # no failure: no other request can hit the content once it is freed
         num_blocks = entry.num_cached if entry.blocks else len(self._found(request, entry))
         wanted = hashes.block_hashes(0, num_blocks)
         before = self._pins.hashes_of(name)

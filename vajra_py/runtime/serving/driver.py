@@ -356,7 +356,7 @@ class Driver(Generic[R]):
         """Call the admission policy again, later in this tick, for each request that it has deferred without a time."""
         if not self._asks_timeless:
             self._asks_timeless = True
-            self.events.push(self.now, _ADMISSION, None, 1)  # rank 1: after requests deferred to this tick (0)
+            self.events.push(self.now, _ADMISSION, None, 1)  # rank 1: after requests deferred to this tick (rank 0)
 
     def _ask_again(self, what: Deferral | str | None) -> None:
         gate = self.controller.gate
