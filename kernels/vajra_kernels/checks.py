@@ -89,7 +89,7 @@ def make_inputs(case: AttentionCase, generator: torch.Generator, device: torch.d
     caches = [_poisoned_cache(case, dim, tables, num_blocks, generator).to(device) for dim in case.dims]
     if case.head_major:
         caches = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches]
-    # q is the first columns of a fused projection's rows, so that it is not contiguous.
+    # q is the first heads of the rows of a fused projection, so that it is not contiguous.
     fused = torch.full(
         (sum(query_lens), case.heads[0] + 2 * case.heads[1], case.dims[0]), float("nan"), dtype=case.dtype
     )
@@ -246,7 +246,7 @@ def sampling_inputs(
     for row, columns in zip(parameters, rows, strict=True):
         for name, value in columns.items():
             row[Column[name]] = value
-    # The rows are part of longer ones, as with a padded vocabulary.
+    # The rows are not contiguous: each is the first part of a longer one, as with a padded vocabulary.
     logits = (torch.randn((len(rows), vocab_size + 8), generator=generator) * 2.5).to(dtype)[:, :vocab_size]
     seen = torch.randint(0, 4, (3, vocab_size), generator=generator) * torch.randint(
         0, 2, (3, vocab_size), generator=generator

@@ -99,8 +99,8 @@ class CpuAttention:
         out_by_head = out.view(num_tokens, *heads, out.shape[2]).permute(1, 2, 0, 3)
         lse_by_head = None if lse is None else lse.view(num_tokens, *heads).permute(1, 2, 0)
         for chunk in chunks:
-            # The query heads of a KV head are a dimension over which K is expanded, so that one [rows, keys] mask
-            # applies to each of them.
+            # K and V get a dimension for the query heads of each KV head, so that one [rows, keys] mask applies to all
+            # heads.
             k = self._chunk_rows("k", self.k_tokens, chunk.keys).transpose(0, 1).expand(*heads, -1, -1)
             v = self._chunk_rows("v", self.v_tokens, chunk.keys).transpose(0, 1).expand(*heads, -1, -1)
             for piece in chunk.pieces:

@@ -42,7 +42,7 @@ from vajra_py.serve.observe.stats import ServerStats, time_policies
 from vajra_py.serve.session.catalogue import Catalogue
 from vajra_py.serve.session.session import EngineSession
 
-if TYPE_CHECKING:  # `tracing` needs the extra `otel`
+if TYPE_CHECKING:  # not imported at run time, because `tracing` needs the extra `otel`
     from vajra_py.serve.api.tracing import RequestTrace, Tracing
 
 _GENERATION_ERRORS = answers.errors(400, 401, 404, 408, 413, 429, 503)

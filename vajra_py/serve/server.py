@@ -139,7 +139,7 @@ class DrainingServer(uvicorn.Server):
     def begin_drain(self) -> None:
         """Stop accepting requests, and exit when running ones are done; called in the event loop's thread."""
         if self._drain is None:
-            if self.guard is not None:  # limits the drain, also one that no signal has started
+            if self.guard is not None:  # limits the time of the drain, even if no signal started it
                 self.guard.end_within(self._service.options.grace_s + END_S)
             self._drain = asyncio.get_running_loop().create_task(self._drained())
 

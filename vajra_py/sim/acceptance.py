@@ -119,7 +119,7 @@ def acceptance_model(config: SimulatedDraftsConfig, seeds: SeedTree) -> Acceptan
         return RatesByPosition(config.rates, seeds)
     if config.table is not None:
         return RatesByPosition(read_acceptance(Path(config.table)), seeds)
-    assert config.trace is not None  # validation requires one of the four
+    assert config.trace is not None  # validation requires one of these four settings
     try:
         if not Path(config.trace).exists():
             raise FileNotFoundError("there is no such file")

@@ -217,7 +217,7 @@ class Simulator(Backend[SimReplica]):
         for spec in workload:
             self._followers.add(spec)
         if isinstance(workload, Workload):
-            return iter(workload.leaders())  # avoids creating the other requests, whose long prompts take time
+            return iter(workload.leaders())  # does not create the other requests, which takes long for long prompts
         return (spec for spec in workload if not spec.parents)
 
     def _next_arrival(self) -> None:

@@ -349,7 +349,7 @@ def _hands_off_safely(subject: Subject) -> None:
         require(outcomes[0].ends == outcomes[1].ends, f"it hands off otherwise when fast-forwarded ({scenario.name})")
 
 
-# Both kinds of scheduler
+# Replica schedulers and replicaset schedulers
 
 
 def _works_while_there_is_work(subject: Subject) -> None:

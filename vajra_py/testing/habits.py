@@ -119,7 +119,7 @@ def _within(value: Any) -> Sequence[Any]:
         return [value.__defaults__, value.__kwdefaults__, value.__closure__]
     if isinstance(value, MethodType):
         return [value.__self__]
-    if isinstance(value, dict):  # the garbage collector does not list keys that are all strings
+    if isinstance(value, dict):  # `gc.get_referents` leaves out the keys if all are strings
         return [*value.keys(), *value.values()]
     return gc.get_referents(value)
 

@@ -97,7 +97,8 @@ class PartProbe:
         self._count = 0
         for name in (*LISTENING_METHODS, *CACHE_METHODS):
             methods = [getattr(one, name) for one in parts if hasattr(one, name)]
-            if methods and name != "on_step_run":  # as in routers: without it, every step is reported by `on_step_end`
+            # Without `on_step_run`, which routers do not have either, every step is reported by `on_step_end`.
+            if methods and name != "on_step_run":
                 setattr(self, name, _notify_all(methods))
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:

@@ -222,7 +222,7 @@ class Connector:
         if self._relieves and self._mechanism.fault is not None:
             if self._late is not None:
                 self._late.forget(request)
-            return False  # the request continues under other policies
+            return False  # it ended only in the mechanism, and continues under other policies
         if self._late is not None and (keeps := self._late.ends(request)) is not None:
             return keeps
         goes_on = self.recomputes and request.request_id in self._void
@@ -398,7 +398,7 @@ class Connector:
             record = self._known.get(name)
             own = None if record is None else record.own
             if own is None:
-                own = self._connected.find(name)  # the request has ended, but still holds blocks
+                own = self._connected.find(name)  # the request may have ended and still hold blocks
             if own is None:
                 _log.warning("the connector reports a transfer of request %s, which holds nothing here", name)
             else:

@@ -331,7 +331,8 @@ class Mechanism(Backend[_VllmReplica]):
         request = self.controller.find(request_id)
         is_held = request is not None and request.state is RequestState.RUNNING
         if is_held and self._one.plan is not None and self._turn is None and not self._is_gate_new:
-            # The abort comes a turn before the step's end, which then frees blocks of aborted requests first, as in vLLM.
+            # The abort gets a turn before that of the step's end, so that the step's end frees the blocks of aborted
+            # requests first, as in vLLM.
             self._driver.advance_to(self.open_turn())
             self._turn = None
             self._driver.abort(request_id)
@@ -358,7 +359,8 @@ class Mechanism(Backend[_VllmReplica]):
         Raises errors of building them (`VajraError`).
         """
         tick, name = self.open_turn(), self.replica.replicaset
-        # If the present scheduler needs slack, it is replaced before the prioritizer that predicts slack; else after it.
+        # If the present scheduler needs slack, replace it before the prioritizer, which predicts slack; otherwise after
+        # it, since the new scheduler may need slack of the new prioritizer.
         needs_slack = traits_of(self.replica.parts.policy).needs_slack
         order = sorted(choices, key=lambda layer: needs_slack and layer is not Layer.REPLICA_SCHEDULER)
         for layer in order:

@@ -230,7 +230,7 @@ class VllmRunner:
         if not chunk.samples and not row.keeps:
             return _DISCARDED
         # On a CPU, vLLM draws a number from a request's own generator even for a chunk that samples nothing, and cannot
-        # undo that. So a request that the workers keep as the same one for all its chunks (`keeps`) gets no seed.
+        # undo that. So a request that is not recreated at the workers for each chunk (`keeps`) gets no seed.
         has_seed = not (row.keeps and self._workers.is_cpu)
         return vllm_sampling(row.new, self.facts.eos_token_ids, row.num_outputs, has_seed=has_seed)
 

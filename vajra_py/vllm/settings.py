@@ -178,7 +178,7 @@ def _experiment_of_file(
         raise ConfigError(Problem(str(path), message, "Allowed: `scheduling` or `preset` at the top of the file"))
     scheduling = entries.get("scheduling")
     if isinstance(scheduling, dict) and "preset" not in entries and "replicaset_scheduler" not in scheduling:
-        overrides = ["scheduling.replicaset_scheduler=round_robin", *overrides]  # there is a single replica
+        overrides = ["scheduling.replicaset_scheduler=round_robin", *overrides]  # any, for a single replica
     backend = entries.get("backend")
     section = backend.get("vllm") if isinstance(backend, dict) else None
     if not isinstance(section, dict):

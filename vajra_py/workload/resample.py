@@ -159,7 +159,8 @@ def block_bootstrap(
     order = np.argsort(units, kind="stable")
     sizes = np.bincount(units)
     ends = np.cumsum(sizes)
-    # Cut units only if each is a single request: turns of a session may arrive after requests of later units.
+    # Drop later units here only if each unit is a single request. Otherwise their requests may be among the first,
+    # because turns of a session may arrive after requests of later units.
     if first is not None and sizes.max() == 1:
         drawn, begins_s = drawn[:first], begins_s[:first]
     copies = np.repeat(np.arange(len(drawn), dtype=np.int64), sizes[drawn])

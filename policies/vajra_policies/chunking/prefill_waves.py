@@ -78,7 +78,7 @@ class PrefillWaves(FixedChunk):
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
         if self._offered is not None and self._offered not in batch:
-            self._num_new += 1  # the builder refused that request, so the wave may take another prompt
+            self._num_new += 1  # the builder refused the offered prompt, so the wave may take another
         self._offered = None
         num_tokens = super()._next_chunk(request, batch, replica)
         if num_tokens and not request.is_resident:

@@ -124,7 +124,7 @@ class E2(BindsOnArrival):
         while self._window and now - self._window[0].at > self._config.window_s:
             gone = self._window.popleft()
             self._count[gone.replica_id] -= 1
-            # An empty window has no load; this removes rounding residue.
+            # A replica without requests in the window has a load of exactly 0: drop what rounding has left.
             left = self._load[gone.replica_id] - gone.cost_s
             self._load[gone.replica_id] = max(left, 0.0) if self._count[gone.replica_id] else 0.0
 

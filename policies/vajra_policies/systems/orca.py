@@ -58,7 +58,7 @@ class Orca:
         """Add all running requests, then waiting requests while slots and memory suffice."""
         if batch.add_decodes() is not None or not replica.num_waiting or batch.slots_left <= 0:
             return
-        most = replica.limits.num_blocks * replica.limits.block_size  # upper bound of reservations: all KV memory
+        most = replica.limits.num_blocks * replica.limits.block_size  # upper bound of a reservation: all KV memory
         for request in replica.waiting():
             longest = min(request.num_prompt_tokens + request.max_tokens - 1, most)
             if batch.add(request, batch.max_chunk(request), reserve_tokens=longest) is not None:

@@ -185,7 +185,7 @@ class VllmV1:
         running = replica.running()
         if self._config.victim == "latest_admitted":
             return running[-1]
-        return max(running, key=_priority_and_arrival)  # of equals, the one admitted first
+        return max(running, key=_priority_and_arrival)  # of requests with equal keys, the one admitted first
 
     # Waiting requests
 

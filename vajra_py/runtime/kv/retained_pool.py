@@ -360,7 +360,7 @@ class RetainedBlockPool(BlockPool):
         while expiries and expiries[0][0] <= now:
             at, index, entry = heappop(expiries)
             if not entry.is_idle or entry.index != index or self._entry_of.get(entry.block) is not entry:
-                continue  # the entry was used, or its block reused, after this expiry was noted
+                continue  # outdated: the entry was used, or its block got other content, after this expiry was noted
             if entry.num_children:
                 self._due[entry] = at
                 continue

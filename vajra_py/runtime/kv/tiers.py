@@ -216,7 +216,7 @@ class KvTiers:
         one = self._device.pop(block_hash)
         if not self._is_evicting:
             copy = self._computed.pop(block_hash, None)
-            if copy is not None:  # the block was not computed, or its content is invalid
+            if copy is not None:  # this planned copy is void: the block is not computed after all, or invalid
                 self.called_off(0, copy)
         elif self.rules[0].write == "write_back" and self._is_kept(one.depth, one.request):
             self._write(0, block_hash, one, block)
@@ -404,7 +404,8 @@ class KvTiers:
             assert source is not None
             if level and first.get(block_hash) is not None:
                 break  # the first tier is receiving this block already
-            self.stores[level].lock(source)  # now, because making room for other blocks could evict it
+            # Lock all sources before `_add` below, which makes room for blocks and could evict sources.
+            self.stores[level].lock(source)
             sources.append((level, source))
         pairs: dict[int, list[tuple[TierBlock, TierBlock]]] = {}
         has_room = True
@@ -434,7 +435,7 @@ class KvTiers:
         self.stores[level].remove(one, self._clock())
         self._notify_removed(level, one)
 
-    # Requests, and all content
+    # Requests that leave or give up loaded content, and loss of all content
 
     def forget(self, request: Any) -> None:
         """Call `on_forget` for a request that has left the replica or its queue."""

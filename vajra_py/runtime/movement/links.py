@@ -438,7 +438,8 @@ class Network:
             capacity, count = left[link]
             if not count:
                 continue
-            if capacity // count != share:  # the link's share has changed: other links limit some of its transfers
+            # The share is outdated if some of the link's transfers have got their rates from other links since.
+            if capacity // count != share:
                 heappush(shares, (capacity // count, number, link))
                 continue
             for one in users[link]:

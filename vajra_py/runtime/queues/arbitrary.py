@@ -125,7 +125,7 @@ class ArbitraryQueue(RankedQueue):
 
     def _enter(self, rank: Rank, now: float) -> None:
         if now != self._read_at and (self._epoch is None or self._epoch != self._entered_in):
-            self._read_at = self._epoch = None  # keys of different times cannot be compared: re-read all
+            self._read_at = self._epoch = None  # keys of different times cannot be compared: re-read all when next used
         elif self._first and rank < self._first[-1]:
             insort(self._first, rank)
         else:

@@ -106,8 +106,8 @@ class GroupedQueue(RankedQueue):
         del self._group_of[request]
 
     def _ordered(self, newest: int) -> Iterator[RequestView]:
-        # As long as every request yielded so far has left the queue, the next request to yield is the head of the
-        # queue.
+        # While the caller removes each yielded request before it continues, the next one to yield is simply the head of
+        # the queue.
         while True:
             head = self._head()
             if head is None:
@@ -151,7 +151,7 @@ class GroupedQueue(RankedQueue):
                 return
             cursor = ahead[0][-1]
             rank = cursor.next
-            if rank is None or self._ranks.get(rank[REQUEST]) is not rank:  # the request left after it was reached
+            if rank is None or self._ranks.get(rank[REQUEST]) is not rank:  # the request has left since `_push`
                 heappop(ahead)
                 self._push(cursor, newest, ahead)
             elif not self._has_risen(cursor.group):

@@ -175,7 +175,7 @@ class HitsQueue(RankedQueue):
         walk, num_moves = self._walk(), self._num_moves
         while True:
             self._read(now)
-            if num_moves != self._num_moves:  # start again: requests not yielded yet may now rank anywhere
+            if num_moves != self._num_moves:  # requests not yielded yet may have any rank now: start again
                 walk, num_moves = self._walk(), self._num_moves
             request = next(walk, None)
             if request is None:

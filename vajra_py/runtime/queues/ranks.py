@@ -76,7 +76,7 @@ class SortedRanks:
 
     def first_after_key(self, key: object) -> Rank | None:
         """Return the first listed rank with a greater key, which may be marked as removed; None if there is none."""
-        after: Any = (key, inf)  # greater than every rank with this key, since arrivals are finite
+        after: Any = (key, inf)  # greater than every rank with this key: a rank continues with its finite arrival time
         return next(self._after(after), None)
 
     def add(self, rank: Rank) -> None:

@@ -78,7 +78,8 @@ class SlopeGroup:
         largest = distance * _DISTINCT
         if largest > _LARGEST:
             largest = _LARGEST
-        # At times from -until to until, rounding cannot make the computed keys of this line and the next equal.
+        # At times from -until to until, rounding cannot make the computed keys of this (the head's) line and of the
+        # next line equal.
         until = (largest - abs(intercept)) / self._steepness if self._steepness else inf
         if not -until <= now <= until:
             head, until = self._first_computed(now), now
@@ -121,7 +122,7 @@ class SlopeGroup:
             return False
         first = ranks.first()
         if first[KEY] == self.intercept and self.until != now:
-            self.head = first  # it is on the same line as the old head, so equally far from the next line
+            self.head = first  # on the old head's line, so `until` and the distance to the next line stay as they are
         else:
             self.seat(now)
         return True
@@ -137,8 +138,8 @@ class Tournament:
         """Time for which every cached result was computed."""
         self._capacity = 1
         self._free = [0]
-        # A binary heap's layout: match i is between the winners of 2i and 2i + 1; the last `_capacity` places are group
-        # slots.
+        # Layout of a binary heap: the match at place i is between the winners at places 2i and 2i + 1; the last
+        # `_capacity` places hold the groups.
         self.winners: list[SlopeGroup | None] = [None, None]
         self._until: list[float] = [inf, inf]
 

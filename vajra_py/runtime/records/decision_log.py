@@ -193,7 +193,8 @@ class DecisionLog(StepLog):
 
     def _keep(self, batch: Batch) -> None:
         """Journal the records, and write complete row groups."""
-        if len(batch.rows) >= self._batch_size * ROW_BYTES:  # only the last batch is smaller: the file is closed next
+        # A smaller batch is the last one; it needs no journal, because the file is completed next.
+        if len(batch.rows) >= self._batch_size * ROW_BYTES:
             if self._journal is None:
                 self._journal = Journal(self._open_file(journal_path(self._path)))
             self._journal.write(batch)
@@ -277,7 +278,7 @@ def _moves(plan: StepPlan, changes: PoolChanges) -> PoolMoves:
     """
     joined: list[int] = []
     for one in changes.joined:
-        # If the plan includes the pool, a member's count already includes this step: record the count before the step.
+        # If the plan runs the pool, `num_computed_tokens` already includes this step; record the number before it.
         joined += (one.index, one.admitted_index, one.num_computed_tokens - (plan.num_pool_decodes > 0))
     chunks = None if plan.pool is None or not plan.running_in_order else _chunks_in_order(plan, plan.pool)
     return PoolMoves(joined, [one.index for one in changes.left], chunks)

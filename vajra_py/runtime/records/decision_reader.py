@@ -170,8 +170,8 @@ class _ReplicaReader:
         self._place = place
         self._ids = ids
         self._unfinished = unfinished
-        # Groups hold records in the order in which steps completed: with several steps in flight, a later step that
-        # only preempts may be in an earlier group.
+        # Groups hold records in the order in which steps completed. With several steps in flight, this may differ from
+        # the order in which they were formed: a step that only preempts may complete before steps formed earlier.
         self._records = sorted(records, key=_formation)
         self._decodes: dict[int, tuple[int, int]] = {}
         """Decodes, by request index: (index of admission, computed tokens minus `_num_decode_steps` at the time when
@@ -188,7 +188,7 @@ class _ReplicaReader:
         for (group, number), next_formed in zip(self._records, [*following, NEVER], strict=True):
             for entry in self._expanded(group, number):
                 heappush(held, entry)
-                # With several steps in flight, a row waits until no later record can precede it.
+                # With several steps in flight, a row waits until no later record can contain a row that precedes it.
                 while held and held[0][0][0] <= next_formed:
                     yield heappop(held)
 

@@ -27,7 +27,7 @@ from vajra_py.workload import PromptContent, RequestSpec, SegmentId
 INPUTS_FILE = "inputs.jsonl.gz"
 INPUTS_VERSION = 2
 _READABLE = (1, INPUTS_VERSION)
-# These facts are written last, as in the first logs of this format's version, so that equal runs give equal bytes.
+# These facts come last, as in logs of earlier releases, so that equal runs give equal bytes across releases.
 _LAST = ("metadata", "tbt_slo_s")
 _ONLY_WHERE_STATED = {fact.name: fact.default for fact in FACTS if fact.is_only_where_stated}
 """Defaults of facts that a row has only if the client stated them, such as facts of programs."""

@@ -201,7 +201,7 @@ class Lifecycle:
             memory, num_computed = self._running_set.memory, request.num_known_tokens - 1
             if (
                 request.hashes is not None and num_computed % memory.block_size <= num_accepted
-            ):  # a block may be full now
+            ):  # accepted drafts may have filled a block
                 memory.cache_blocks(request, num_computed)
             return
         queue = self._running_set.queue

@@ -298,7 +298,7 @@ def _degrade(request: Request, decision: Accept) -> str:
         request.max_tokens = int(decision.max_tokens)
         found.append(f"max_tokens={request.max_tokens}")
     if decision.slo_class is not None and decision.slo_class != request.slo_class:
-        stated: Any = request  # facts are typed as read-only, because only a degradation may change one
+        stated: Any = request  # `Any`: facts are typed as read-only, since only a degradation may change one
         stated.slo_class = decision.slo_class
         found.append(f"slo_class={decision.slo_class}")
     if decision.replicaset is not None and decision.replicaset != request.replicaset:

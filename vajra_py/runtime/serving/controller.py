@@ -147,7 +147,7 @@ class Controller:
         self.num_submitted += 1
         if facts.request_id in self._alive:
             detail: str | None = "another request with this id is being served"
-        else:  # registered before any policy is called: if one raises, every registered request must be ended
+        else:  # registered before policies are called: if one raises, all registered requests end, and this is one
             self._alive[facts.request_id] = (request, replicaset)
             detail = replicaset.why_never(request, seconds)
             if facts.program_id:
@@ -386,7 +386,7 @@ class Controller:
             self._count_end(request, reason, to_seconds(now))
             listeners = replicaset.listeners.departures
             if gate is not None and request.admission is not None and not request.admission.was_let_in:
-                listeners = gate.own.departures  # no other policy got events of this request
+                listeners = gate.own.departures  # not accepted: no other policy has got events of this request
             if listeners:
                 to_notify.append((request, listeners))
         if self.on_ended is not None:

@@ -356,7 +356,7 @@ class Driver(Generic[R]):
         """Call the admission policy again, later in this tick, for each request that it has deferred without a time."""
         if not self._asks_timeless:
             self._asks_timeless = True
-            self.events.push(self.now, _ADMISSION, None, 1)  # 1: after requests that were deferred to this tick
+            self.events.push(self.now, _ADMISSION, None, 1)  # rank 1: after requests deferred to this tick (rank 0)
 
     def _ask_again(self, what: Deferral | str | None) -> None:
         gate = self.controller.gate
@@ -364,7 +364,7 @@ class Driver(Generic[R]):
         self._sync_all()
         if what is None:
             self._asks_timeless = False
-            held = set[str]()  # replicasets whose other requests wait for one that is still deferred
+            held = set[str]()  # replicasets in which a still deferred request holds back the rest
             for request in gate.timeless():
                 # The policy may have broken the contract in an earlier iteration, so that the request is no longer
                 # deferred.
@@ -565,12 +565,13 @@ class Driver(Generic[R]):
             self.fast_forward.sync_all(name)  # the replicaset's policies may read requests of other replicas
             rank = self._num_replicas if isinstance(what, str) else what.rank
             heap = self.events.heap
-            if heap and heap[0][:3] < (self.now, _FORM, rank):  # a replica of lower rank has just become free
+            # An event that must come first has been added, for example because a replica of lower rank became free.
+            if heap and heap[0][:3] < (self.now, _FORM, rank):
                 self.events.push(self.now, _FORM, what, rank)
                 return
         if not isinstance(what, str):
             what.form_pending = False
-            if what.free_at <= self.now:  # otherwise `call_off` was called in this tick
+            if what.free_at <= self.now:  # otherwise `call_off` was called in this tick, and the replica is free later
                 self._start(what)
             return
         self._offers.discard(what)
@@ -860,9 +861,8 @@ class Driver(Generic[R]):
         if not self._options.isolates_policies:
             raise error
         gate = self.controller.gate
-        concerned = (
-            self._replicas if gate is not None and gate.error is error else (replicaset,)
-        )  # one gate serves all replicasets
+        # An error of the admission policy concerns all replicasets, since it serves all of them.
+        concerned = self._replicas if gate is not None and gate.error is error else (replicaset,)
         for one in concerned:
             self._take_out_of_service(one, error)
 

@@ -27,7 +27,7 @@ class AdmissionLimits(Struct, frozen=True):
 
 
 class Holders:
-    """Replicas that can hold a request, by id.
+    """Replicas that can hold a request, in order of their ids.
 
     Attributes:
         all: all of these replicas.
@@ -96,7 +96,7 @@ class RequestBounds:
         self._kinds = kinds_of(replicas)
         self.are_equal = len(self._kinds) == 1
         ending = [kind[0] for kind in self._kinds if kind[0].parts.role is not PoolRole.PREFILL]
-        ending = ending or [kind[0] for kind in self._kinds]  # if no replica decodes, all count
+        ending = ending or [kind[0] for kind in self._kinds]  # if no replica may decode, the bounds are over all
         largest = max(ending, key=lambda one: one.max_request_tokens)
         self.largest = largest.limits
         self.max_request_tokens = largest.max_request_tokens
@@ -113,6 +113,7 @@ class RequestBounds:
         """Return the maximum number of tokens that a request may generate; it is below 1 if no replica has room for the
         prompt and one token.
 
+        An explicit `max_tokens` is reduced only to `max_model_len`; whether KV memory has room is checked by `holders`.
         Without `max_tokens`, the limit is that of the smallest replica with room for the prompt, so that the request
         can run on every replica with room for the prompt.
         """

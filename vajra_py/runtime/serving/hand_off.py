@@ -241,8 +241,8 @@ class HandOffs(Generic[R]):
         if one.source.num_stages == 1:
             one.stage, one.target = Stage.STAYING, None
             self._driver.touch(one.source)
-            # Join between steps: when a step ends, every member of the decode pool gets a token, even one that joined
-            # while the step ran.
+            # The request may join the decode pool only between steps: when a step ends, every member of the pool gets
+            # a token, even one that joined while the step ran.
             self._transfers.between_steps(one.source, one.number, lambda: self._resume(one))
         else:
             one.stage = Stage.STAYING
@@ -630,7 +630,7 @@ class HandOffs(Generic[R]):
         """Find targets for the requests that have none."""
         self.hold_back()
         for one in list(self._unplaced.values()):
-            if self._unplaced.get(one.request) is one:  # placing an earlier one may have ended this hand-off
+            if self._unplaced.get(one.request) is one:  # placing another request may have ended this hand-off
                 self._place(one)
 
     def clear(self) -> None:

@@ -94,7 +94,7 @@ class Migrations(Generic[R]):
                 request, f"calls back a request whose {num_tokens} tokens fit on no replica that computes prompts"
             )
         if request.state is not RequestState.RUNNING:
-            self._end(request, PREEMPTED)  # if it was moving, it was preempted meanwhile
+            self._end(request, PREEMPTED)  # if it was migrating, it was preempted since, so the migration ends
         if request.state in _MOVABLE_WAITING and request not in self._replicaset.held_back:
             self._move_waiting(request, move.target, move.reason)
         elif request.state is RequestState.RUNNING and move.target is not None:
@@ -148,9 +148,9 @@ class Migrations(Generic[R]):
         if not source.replica.migrates:
             return
         if request in self._of or not (self.has_slot(source.replica.replica_id) and self.has_slot(target_id)):
-            return  # the caller may call again later
+            return  # no error: the caller may call again later
         if self._hand_offs.is_being_sent(request):
-            return  # the request's KV is being sent for its hand-off after the prompt
+            return  # KV of its prompt is being sent ahead to the target of its hand-off
         target = self._driver.replica(self._replicaset.name, target_id)
         one = Migration(request, source, target, request.admitted_index)
         self._of[request] = one

@@ -88,7 +88,7 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
         replica.queue.touch(request)
-    # These wait for loads only: transfers of KV from other replicas were cancelled before.
+    # `loading` has only requests that load KV: transfers of KV from other replicas were cancelled before.
     for request in replica.running_set.loading:
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)

@@ -378,7 +378,8 @@ class Replica:
         if not self.has_adapter(request):
             return False
         num_tokens = request.num_prompt_tokens + request.max_tokens
-        # The request leaves a prefill replica before it decodes; if it is recomputed, its known tokens include output.
+        # A prefill replica needs room only for known tokens, because the request leaves before it decodes. They include
+        # output if the request is recomputed.
         if self.parts.role is _PREFILL:
             return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_known_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
@@ -601,7 +602,7 @@ class Replica:
         """Return `Repeats.num_alike`, or 0 if an observer gets every step, or if a request may move to or from this
         replica, or a report may come, after this step.
         """
-        # A request handed off while this step was formed may have to stay, and then decodes in the next step.
+        # A request handed off while this step was formed may have to stay; the next step then has one more decode.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
         is_awaited = is_awaited or (self.drains_by_migration and bool(plan.chunks))
         return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
@@ -747,7 +748,7 @@ class Replica:
         self.running_set.unverified = {}
         requests, num_accepted = list(before), [accepted.get(one, 0) for one in before]
         num_drafts = [0 if one.is_padding else one.num_drafts for one in before.values()]
-        apart = [  # places of requests that may not run or may end; all others run and do not end
+        apart = [  # indices of requests that possibly no longer run, or may end; the others run on
             place
             for place, (one, count) in enumerate(zip(requests, num_accepted, strict=True))
             if not (one.is_skipped and count < one.end_epoch)
@@ -826,7 +827,7 @@ class Replica:
                 for request, num_valid in lost.running.items():
                     self.memory.withdraw_blocks(request, num_valid)
                 for request in sorted((*(lost.waiting if fails else ()), *lost.running), key=lambda one: one.index):
-                    is_running = request in lost.running  # if so, its end in `_finish` also releases it
+                    is_running = request in lost.running  # if so, `abort` also releases it, by `_finish`
                     if self.abort(request, _FAILED, now, "its KV could not be loaded"):
                         if not is_running:
                             self.parts.executor.release(request)
@@ -850,7 +851,7 @@ class Replica:
         finished = [(one, self._end_reason(one, result)) for one in done]
         for request, reason in finished:
             if reason is _FAILED:
-                self.memory.withdraw_blocks(request, 0)  # otherwise requests that hit these blocks would fail
+                self.memory.withdraw_blocks(request, 0)  # otherwise requests that hit its blocks would fail too
                 if plan.pool is not None:
                     self.running_set.take_back_token(request)
             self._finish(request, reason, now, result.failed.get(request, ""))
@@ -1023,7 +1024,7 @@ class Replica:
         self._to_abort.pop(request, None)
         self._over.discard(request)
         before = self.running_set.unverified.pop(request, None)
-        if before is not None:  # the request's unverified drafts do not become output
+        if before is not None:  # count its unverified drafts; none becomes output
             request.add_verified(0 if before.is_padding else before.num_drafts, 0, 0)
         held = self.parts.options.holds_ended_slots
         self.lifecycle.finish(request, reason, now, detail, keeps_blocks=held)

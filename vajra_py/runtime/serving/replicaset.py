@@ -484,7 +484,7 @@ class Replicaset:
 
     def _memory_of(self, request: Request) -> KvMemory:
         replica = self.replicas[request.replica_id]
-        if replica.num_in_flight:  # ended steps of the replica may not be applied yet
+        if replica.num_in_flight:  # some ended steps of the replica are perhaps not applied yet
             self.sync()
         return replica.memory
 

@@ -290,8 +290,8 @@ class Builder(PlanDraft):
         if not selected:
             pool = self._running_set.pool
             self._growing = self._changing() if self._recycles else pool.needing_blocks()
+            # `num_public` leaves out requests whose output is private: `free` caches it (`is_private_after_prompt`).
             self._caches_decodes = pool.num_public > 0 and self._options.cache_at_schedule and not self._recycles
-        # Private content (`is_private_after_prompt`) is not cached now, but when `free` is called.
         needs_room = request in self._growing or self._caches_decodes
         if (needs_room or reserve_tokens is not None) and not self._grow_decode(request, reserve_tokens):
             return self._refuse(request, Refusal.KV_BLOCKS)
@@ -344,7 +344,8 @@ class Builder(PlanDraft):
             kept = num_held(request)
             if to_hold > kept * size or recycles:
                 if not memory.grow(request, to_hold):
-                    # The next attempt uses the same number, even if a preemption first returns tokens to the budget.
+                    # The next attempt uses the same number of drafts, even if a preemption has returned tokens to the
+                    # step's budget by then.
                     asked[request] = num_drafts
                     refusal = self._refuse(request, Refusal.KV_BLOCKS)
                     break
@@ -357,7 +358,7 @@ class Builder(PlanDraft):
             if self._features is not None:
                 self._features = [self._features[0].with_decodes(1, computed).with_drafts(num_drafts)]
             if caches and (computed + num_known) % size < self._most_advance and request.hashes is not None:
-                memory.cache_blocks(request, computed + num_known)  # without the newest token if it is unknown yet
+                memory.cache_blocks(request, computed + num_known)  # without the newest token if it is unknown (0)
             position += 1
         self.num_tokens += self.tokens_left - tokens_left
         self.tokens_left = tokens_left
@@ -395,7 +396,7 @@ class Builder(PlanDraft):
         to_hold = [kept + count + lookahead for kept, count in zip(to_keep, num_drafts, strict=True)]
         if max(to_keep) + most + lookahead > self._most_held:
             return False
-        # If drafts are unverified, the newest token is not known either.
+        # With unverified drafts, cache only up to `computed`, since the newest token is not known either.
         found = self._hold_all(order, to_keep, to_hold, computed if unverified else to_keep)
         if found is None:
             return False
@@ -425,7 +426,8 @@ class Builder(PlanDraft):
         growing = [place for place, (end, before) in enumerate(zip(to_hold, held, strict=True)) if end > before * size]
         ends = [-(-to_hold[place] // size) for place in growing]
         num_new = sum(ends) - sum(held[place] for place in growing)
-        # Too few blocks are free, or evictions would be reported before cachings with which they must alternate.
+        # Too few blocks are free, or cached blocks must be evicted first: reports of evictions and cachings must then
+        # alternate, as they do if decodes are added one by one.
         if num_new > memory.repeat_headroom:
             return None
         if num_new == len(growing):
@@ -597,7 +599,8 @@ class Builder(PlanDraft):
             to_hold = done + num_tokens
         if not self._memory.can_allocate(request, to_hold):
             return Refusal.KV_BLOCKS
-        # Load before allocating: an exclusive tier then drops the loaded blocks, and can take blocks that this evicts.
+        # Load before allocating: an exclusive tier then drops the loaded blocks, and so has room for blocks that the
+        # allocation evicts from the device.
         tiers.load(request, done, num_tokens)
         if self._memory.allocate(request, to_hold) is None:
             raise RuntimeError(f"request {request.request_id}: memory was checked and is full")
@@ -672,7 +675,7 @@ class Builder(PlanDraft):
     def _everything_fits(self, max_chunk_tokens: int | None) -> bool:
         running_set, memory = self._running_set, self._memory
         if self._recycles and (running_set.partial or running_set.skipped):
-            return False  # requests must grow in order: one may need blocks that the one before frees
+            return False  # requests must grow in order: one may need blocks that the request before it frees
         num_tokens = len(running_set.pool) + len(running_set.skipped)
         num_blocks = len(running_set.pool.needing_blocks()) + len(running_set.skipped)
         for request in running_set.partial:
@@ -700,8 +703,8 @@ class Builder(PlanDraft):
                 if self.tokens_left <= 0:
                     return DecodeStop(request, self._refuse(request, Refusal.TOKEN_BUDGET))
                 chunk = min(_capped(self.max_chunk(request), max_chunk_tokens), self.tokens_left)
-                # Blocks are cached in order of admission, also those of decodes that were added in bulk, because a
-                # lookup finds the first cached of several equal blocks.
+                # First cache blocks of decodes that were added in bulk and admitted before this request. The order of
+                # admission matters because a lookup finds the one of several equal blocks that was cached first.
                 if self._to_cache:
                     self._cache_decodes(before=request.admitted_index)
                 refusal = self.add(request, chunk)

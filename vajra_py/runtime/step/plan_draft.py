@@ -79,7 +79,8 @@ class PlanDraft:
         self._one_group = running_set.memory.num_groups == 1
         self._reserves_growth = options.reserves_growth and running_set.memory.can_reserve and not self._pipelined
         self._longest = limits.max_model_len
-        memory = running_set.memory  # with sliding windows (`recycles`), blocks do not limit a request's length
+        memory = running_set.memory
+        # With sliding windows (`recycles`), the number of blocks does not limit a request's length.
         self._num_kv_tokens = self._longest if memory.recycles else memory.num_blocks * memory.block_size
         self._max_slots = limits.max_batch_size
         self._max_tokens = limits.max_batch_tokens if limits.max_batch_tokens is not None else UNLIMITED

@@ -35,7 +35,8 @@ def existing_objects_frozen() -> Iterator[None]:
     A collection through all objects of the tensor libraries takes a quarter of a second, during which no step begins
     and no token is delivered.
     """
-    freezes = gc.isenabled() and not gc.get_freeze_count()  # objects that the caller froze stay frozen
+    # Do nothing if the caller has frozen objects, because `gc.unfreeze` below would unfreeze them too.
+    freezes = gc.isenabled() and not gc.get_freeze_count()
     if freezes:
         gc.freeze()
         first, *others = gc.get_threshold()

@@ -88,7 +88,7 @@ class Listener:
     def _let_in(self, accepted: socket.socket, host: str) -> None:
         accepted.setblocking(False)
         refusal = self._connections.enter(host)
-        if refusal is not None and self._tls:  # sending an answer would require the handshake
+        if refusal is not None and self._tls:  # no answer, because it would require the TLS handshake
             self._connections.note_refusal(host, 503, refusal)
             self._connections.leave(host)
             accepted.close()

@@ -243,7 +243,7 @@ class ServerStats(Observer):
             try:
                 stats.predicted_s += model.batch_time_s(features)
                 stats.measured_s += seconds
-            except VajraError:  # the latency model makes no predictions
+            except VajraError:  # the latency model cannot predict: do not call it again
                 self._latency[replica] = None
 
     def on_formed(self, replicaset: str, seconds: float) -> None:

@@ -189,7 +189,7 @@ class LoopBridge:
 
     def call(self, function: Callable[[], object]) -> None:
         """Call a function in the event loop's thread. Thread-safe."""
-        with suppress(RuntimeError):  # the event loop is closed
+        with suppress(RuntimeError):  # raised if the event loop is closed
             self._loop.call_soon_threadsafe(function)
 
     def connect(self, stream: OutputStream) -> None:

@@ -127,7 +127,7 @@ class EngineSession:
         """Error that ends the session although its loop could continue."""
         self._thread = threading.Thread(target=self._run, name="vajra-engine", daemon=True)
 
-    # In the event loop's thread
+    # Methods that run in the event loop's thread
 
     def start(self) -> None:
         """Start to load the engine; returns at once."""
@@ -337,7 +337,7 @@ class EngineSession:
             self._changed.set()
         return True
 
-    # In the engine's thread
+    # Methods that run in the engine's thread
 
     def _run(self) -> None:
         error: BaseException | None = None
