@@ -500,8 +500,8 @@ class Mechanism(Backend[_VllmReplica]):
         if is_ahead:
             self._ahead = plan
         if self._executor.newest:
-            # The step's output makes the proposals for its requests useless, so they are dropped. With a connector,
-            # they are kept, because a failed load may prevent the output.
+            # `age` drops the proposals for these requests, which are useless after the step's output. With a connector
+            # none are dropped, because a failed load may prevent the output.
             self._executor.age(set(plan.drafts) if self._connected is None else frozenset())
         result = StepResult(stopped=stopped, accepted=accepted, report=report, is_ahead=is_ahead)
         self._driver.complete(one, plan, result, at_once=at_once)

@@ -1,1 +1,1 @@
-"""Readers of finished runs: folders, differences between configurations, replications, and repeated runs."""
+"""Finished runs: read their folders, compare configurations, group replications, and find runs that repeat another one."""

@@ -147,7 +147,7 @@ class Controller:
         self.num_submitted += 1
         if facts.request_id in self._alive:
             detail: str | None = "another request with this id is being served"
-        else:  # registered before policies are called: if one raises, all registered requests end, and this is one
+        else:  # registered before policies are called, so that it ends with all others if a policy raises
             self._alive[facts.request_id] = (request, replicaset)
             detail = replicaset.why_never(request, seconds)
             if facts.program_id:

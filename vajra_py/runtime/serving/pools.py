@@ -86,8 +86,8 @@ def check_reach(config: SystemConfig, controller: Controller) -> None:
 def _unreached(replicaset: Replicaset) -> Sequence[str]:
     """Return the pools that the scheduler never uses.
 
-    If requests are handed off and the scheduler does not place them after their prompt itself, only prefill pools are
-    checked: any decode replica may be chosen. With a scaler, no pool is checked: running requests of
+    If requests are handed off and the scheduler does not itself place those whose prompt is computed, only prefill
+    pools are checked, since any decode replica may be chosen. With a scaler, no pool is checked: running requests of
     draining replicas may move to any pool.
     """
     scheduler = replicaset.scheduler

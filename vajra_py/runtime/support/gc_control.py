@@ -43,8 +43,8 @@ def existing_objects_frozen() -> Iterator[None]:
         if first > _ALLOCATIONS_OF_A_START:  # `put_off_collections` was called
             gc.set_threshold(first - _ALLOCATIONS_OF_A_START, *others)
         # CPython runs the next full collection when new objects reach a quarter of those that survived the last one.
-        # This collection, cheap because existing objects are frozen, leaves few survivors, so that garbage is collected
-        # in proportion to the objects created in the context.
+        # The one here, cheap because existing objects are frozen, leaves few survivors, so that garbage is collected in
+        # proportion to the objects created in the context.
         gc.collect()
     try:
         yield

@@ -41,7 +41,7 @@ NO_TOKEN = -1
 
 @dataclass(slots=True)
 class RowState:
-    """Non-numeric state of the sampler for one slot."""
+    """State of the sampler for one slot that is not in its arrays."""
 
     sampling: SamplingParams
     ending_tokens: Ints

@@ -197,7 +197,8 @@ class DecodeGraphs:
         return DecodeGraph(longs, kv_lens, metadata)
 
     def _run(self, graph: DecodeGraph) -> None:
-        # Plans depend on lengths, so each replay must compute its own: forget plans, so that this is captured, too.
+        # How decode attention divides the KV depends on lengths, so each replay must compute it anew: the memo is
+        # cleared, so that this computation is captured too.
         graph.metadata.memo.decode_plans.clear()
         positions, _, places = graph.longs
         size, last_tokens = graph.kv_lens.shape[0], self._state.last_tokens
