@@ -31,9 +31,7 @@ class DloraConfig(PreemptiveConfig):
     increase: float = Field(
         1.1, ge=1, description="Factor by which `begin` grows (`stay` shrinks) after such a phase that served fewer."
     )
-    credit_bound: float = Field(
-        10000.0, gt=0, description="Credit from which an adapter goes first, until half is left."
-    )
+    credit_bound: float = Field(10000.0, gt=0, description="Credit at which an adapter goes first, until half is left.")
 
 
 class Thresholds:

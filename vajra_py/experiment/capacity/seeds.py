@@ -118,9 +118,9 @@ class ConditionCapacity:
     text: str
     by_seed: tuple[SeedCapacity, ...]
     least: float
-    """Lower limit of the geometric mean over seeds; 0 if any seed's capacity lies below the lowest rate that was run."""
+    """Lower limit of the geometric mean over seeds; 0 if any capacity lies below the lowest rate that was run."""
     most: float
-    """Upper limit of it, equal to `least` if every seed's capacity is exact; infinite if any lies above the highest rate."""
+    """Upper limit of that mean, equal to `least` if every capacity is exact; infinite if any lies above all rates."""
     interval: Interval | None
     """Confidence interval; None with one seed."""
     confidence: float

@@ -1,1 +1,1 @@
-"""Finished runs: read their folders, compare configurations, group replications, and find runs that repeat another one."""
+"""Finished runs: read folders, compare configurations, group replications, and find runs that repeat another."""

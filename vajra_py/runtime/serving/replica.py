@@ -748,7 +748,7 @@ class Replica:
         self.running_set.unverified = {}
         requests, num_accepted = list(before), [accepted.get(one, 0) for one in before]
         num_drafts = [0 if one.is_padding else one.num_drafts for one in before.values()]
-        apart = [  # indices of requests that may have stopped running, or may end; decodes with drafts are skipped by the pool
+        apart = [  # indices of requests that may have stopped running, or may end; others decode outside the pool
             place
             for place, (one, count) in enumerate(zip(requests, num_accepted, strict=True))
             if not (one.is_skipped and count < one.end_epoch)
