@@ -98,8 +98,8 @@ class BackloggedService(Struct, frozen=True):
             return None
         by_end = np.zeros(num_cells + 1)
         largest, window, pair = 0.0, (float(self.edges[0]), float(self.edges[0])), (0, 1)
-        # A tenant counts in a window only if it is backlogged throughout, so of two windows that begin at the same edge,
-        # the longer one never has more tenants.
+        # A tenant counts in a window only if it is backlogged throughout, so of two windows that begin at the same
+        # edge, the longer one never has more tenants.
         until = _runs_of(self.backlogged)
         for begin in range(num_cells):
             alive = np.flatnonzero(until[:, begin] > begin)
