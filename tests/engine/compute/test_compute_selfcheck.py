@@ -29,8 +29,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         found.update(fused=1, tokens=token_ids.numel())
         return fused_call(self, token_ids, *given)
 
-    def loaded(*given: Any) -> Any:
-        result = load_model(*given)
+    def loaded(*given: Any, **named: Any) -> Any:
+        result = load_model(*given, **named)
 
         def count(module: Any, arguments: Any, named: Any) -> None:
             found.update(modules=1, tokens=named["input_ids"].numel())
