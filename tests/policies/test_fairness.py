@@ -186,7 +186,7 @@ def test_decisions_are_those_of_the_plain_definitions(
 
 @dataclass(eq=False)
 class Job:
-    """What these policies read of a request."""
+    """Attributes of a request that these policies read."""
 
     tenant: str
     num_prompt_tokens: int = 10

@@ -23,7 +23,7 @@ SHARED = 64
 
 @dataclass(eq=False)
 class Prompt:
-    """What these policies read of a request."""
+    """Attributes of a request that these policies read."""
 
     num_prompt_tokens: int = 100
     hit: int = 0

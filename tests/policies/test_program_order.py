@@ -32,7 +32,7 @@ class Program:
 
 @dataclass(eq=False)
 class Call:
-    """What these policies read of a call."""
+    """Attributes of a call that these policies read."""
 
     program: Program | None = None
     arrived_at: float = 0.0

@@ -82,7 +82,7 @@ class RayWorker:
         self._replica = replica
         self._options = options
         self._placement = placement
-        self._facts: list[ModelFacts] = []
+        self._facts: ModelFacts | None = None
         self._answers: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self._exported: dict[tuple[int, int], Any] = {}
         """References to exported KV, by (rank, transfer number)."""
@@ -114,16 +114,17 @@ class RayWorker:
                 f"placement: {what}, and the cluster has no such room after {self._placement.timeout_s:g} s (free: {free}). "
                 "Allowed: fewer replicas or ranks, more nodes, another backend.engine.placement."
             )
-        self._facts = self._all(self._loading)
+        self._facts = facts_of_ranks(self._all(self._loading))
 
     @property
     def facts(self) -> ModelFacts:
         """See `Worker`."""
-        return facts_of_ranks(self._facts)
+        assert self._facts is not None
+        return self._facts
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
         """See `Worker`: the minimum over all ranks; ranks on one device share its memory."""
-        devices = [one.device_ids for one in self._facts]
+        devices = self.facts.device_ids  # one of each rank
         return int(
             min(
                 self._all(

@@ -53,7 +53,8 @@ def combined_step_times(models: Mapping[str, LatencyModel]) -> StepTimes:
     trusted kind, all sources, and the largest error of each metric whose error is known for every model.
     """
     by_replicaset = {name: step_times_of(one) for name, one in models.items()}
-    num_fallback = sum(step_times_of(one).num_fallback for one in {id(one): one for one in models.values()}.values())
+    by_model = {id(one): by_replicaset[name] for name, one in models.items()}
+    num_fallback = sum(one.num_fallback for one in by_model.values())
     distinct = list(by_replicaset.values())
     if all(one == distinct[0] for one in distinct):
         return structs.replace(distinct[0], num_fallback=num_fallback)

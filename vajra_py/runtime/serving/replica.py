@@ -604,8 +604,8 @@ class Replica:
         """
         # A request handed off while this step was formed may have to stay; the next step then has one more decode.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
-        is_awaited = is_awaited or (self.drains_by_migration and bool(plan.chunks))
-        return 0 if self._step_watchers or is_awaited else self.repeats.num_alike(plan)
+        moves_on = self.drains_by_migration and plan.chunks  # a request that this step admits
+        return 0 if self._step_watchers or is_awaited or moves_on else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
         """Store the present number of waiting requests, which observers get for repetitions from now on."""
