@@ -79,7 +79,8 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
     After `MAX_SKIPPED` skipped prompts, or without a free block, no further prompt is admitted; partial prefills still
     continue, since they release their memory only when they are done. Returns False if a partial prefill lacked blocks.
     """
-    # `has_looked`: False if the next waiting request must still be read into `queued`; `queued` is None if none waits.
+    # If `has_looked` is True, `queued` is the next waiting request, or None because no further request waits. If it is
+    # False, the next waiting request must still be read.
     has_looked = not replica.num_waiting
     if has_looked and not replica.num_partial_prefills:
         return True

@@ -24,7 +24,7 @@ class ProgramEnd(Enum):
     IDLE = "idle"
     """No call was alive, and none arrived, for `programs.idle_s` seconds (a setting)."""
 
-    __hash__ = object.__hash__  # members are singletons; Enum's own hash, of the name, is ten times slower
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash, of the name, is several times slower
 
 
 class ProgramView(Protocol):

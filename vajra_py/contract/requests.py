@@ -28,7 +28,7 @@ class EndReason(Enum):
     FAILED = "failed"
     """An error ended it: a replica failed, its KV could not be loaded, or a policy broke the contract."""
 
-    __hash__ = object.__hash__  # members are singletons; Enum's own hash, of the name, is ten times slower
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash, of the name, is several times slower
 
 
 class RequestView(Protocol):

@@ -194,7 +194,7 @@ def _validated(config: type[BaseModel], params: Mapping[str, Any] | BaseModel, w
     if isinstance(params, BaseModel):
         if isinstance(params, config):
             return params
-        params = params.model_dump(mode="json", by_alias=True)  # validated again: its class is another registry's
+        params = params.model_dump(mode="json", by_alias=True)  # a model of another registry: validate its values again
     try:
         return config.model_validate(dict(params))
     except ValidationError as error:

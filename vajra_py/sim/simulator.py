@@ -217,7 +217,8 @@ class Simulator(Backend[SimReplica]):
         for spec in workload:
             self._followers.add(spec)
         if isinstance(workload, Workload):
-            return iter(workload.leaders())  # does not create the other requests, which takes long for long prompts
+            # `leaders` creates no other requests: to create requests with long prompts takes long.
+            return iter(workload.leaders())
         return (spec for spec in workload if not spec.parents)
 
     def _next_arrival(self) -> None:

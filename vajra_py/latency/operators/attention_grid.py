@@ -74,7 +74,7 @@ class MixedSlice:
         axis = self._decode_contexts
         k = bisect_right(axis, decode_context, 1, len(axis) - 1) - 1
         z = (decode_context - axis[k]) / (axis[k + 1] - axis[k])
-        # A smaller chunk than the first one, or a smaller decode context, has the time of that first one.
+        # Below the grid's smallest chunk and smallest decode context, times are constant.
         x, z = (x if x > 0.0 else 0.0), (z if z > 0.0 else 0.0)
         times, one, two = self._times, self._stride_chunk, self._stride_context
         at = i * one + j * two + k

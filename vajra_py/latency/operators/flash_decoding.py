@@ -60,7 +60,7 @@ class DecodeKernel:
     def of(cls, device: DeviceSpec, kv_heads: int, head_dim: int) -> DecodeKernel:
         """Return the kernel for a described device, in 16-bit precision."""
         share = min(1.0, BLOCK_BYTES_PER_S / device.attainable_bandwidth)
-        # A thread block keeps its queries and one tile of keys and of values in shared memory.
+        # A thread block keeps its queries, one tile of keys and one tile of values in shared memory.
         held_kib = 2 * head_dim * (BLOCK_ROWS + 2 * key_block(head_dim)) / 1024
         resident = int(SHARED_KIB.get(device.sm_version, 100) // held_kib)
         return cls(kv_heads, device.num_sms, share, max(1, resident))

@@ -165,7 +165,7 @@ def _attention(tables: OperatorTables, model: ModelSpec, split: Split, precision
     nothing = np.zeros((len(alone), 2))
     first_rows = np.concatenate([alone[:, :2], nothing, alone[:, 2:]], axis=1)
     decode_rows = np.concatenate([np.zeros((len(decodes), 2)), decodes], axis=1)
-    # Chunks and decodes in one step take the sum of both times: the tables have no calls with both.
+    # The tables have no calls with both a chunk and decodes: the time of such a call is the sum of the two times.
     both = np.repeat(first_rows, len(decodes), axis=0) + np.tile(decode_rows, (len(alone), 1))
     return np.concatenate([decode_rows, first_rows, both])
 

@@ -341,7 +341,7 @@ class ProfileBundleModel:
             )
         decodes, decode_context, prefills, tokens = features[:4]
         rank_decodes, rank_prefills = self._per_rank(decodes), self._per_rank(prefills)
-        # Prompts are not divided over ranks: a lone prompt is entirely on one rank.
+        # A prompt is not divided over ranks, so the fullest rank has `rank_prefills` whole prompts.
         rank_tokens = tokens * rank_prefills / prefills if prefills else 0
         drafts = features.num_draft_tokens
         rank_verified = rank_decodes + (-(-drafts * rank_decodes // decodes) if drafts else 0)

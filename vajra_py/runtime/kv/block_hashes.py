@@ -160,7 +160,7 @@ class TokenBlockHashes:
         digests, size = self._digests, self._block_size
         begin, end = len(digests) * size, num_blocks * size
         first, stop = begin - self._num_before, end - self._num_before
-        if first >= 0 and stop <= len(self._output):  # `_output` has all of these tokens, so none is copied
+        if first >= 0 and stop <= len(self._output):  # all in `_output`: no copy to `_tokens` needed
             ids = pack(f"<{stop - first}q", *self._output[first:stop])
         else:
             self._copy_up_to(num_blocks)

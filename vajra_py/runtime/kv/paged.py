@@ -622,7 +622,7 @@ class PagedKvMemory:
         hashes, pool = entry.hashes, self._pool
         if hashes is None or entry.is_private or pool.options is None or not pool.options.retain_freed:
             self.unpin(name)
-            return True  # no failure: no other request can hit the content once it is freed
+            return True  # success: no other request could hit the content after `free`, so there is nothing to pin
         num_blocks = entry.num_cached if entry.blocks else len(self._found(request, entry))
         wanted = hashes.block_hashes(0, num_blocks)
         before = self._pins.hashes_of(name)
@@ -782,7 +782,7 @@ class PagedKvMemory:
             )
         return entry
 
-    # KV-parallel groups: this memory consists of a single one, which callers treat like one of several
+    # KV-parallel groups: this memory has exactly one group
 
     def groups_of(self, request: KvRequest) -> Sequence[int]:
         """Return the only group."""

@@ -216,7 +216,9 @@ class KvTiers:
         one = self._device.pop(block_hash)
         if not self._is_evicting:
             copy = self._computed.pop(block_hash, None)
-            if copy is not None:  # this planned copy is void: the block is not computed after all, or invalid
+            if copy is not None:
+                # The content was not evicted: it is invalid, has expired or was never computed. So cancel the copy that
+                # was planned.
                 self.called_off(0, copy)
         elif self.rules[0].write == "write_back" and self._is_kept(one.depth, one.request):
             self._write(0, block_hash, one, block)
@@ -404,7 +406,7 @@ class KvTiers:
             assert source is not None
             if level and first.get(block_hash) is not None:
                 break  # the first tier is receiving this block already
-            # Lock all sources before `_add` below, which makes room for blocks and could evict sources.
+            # Lock all sources before the first `_add` below, which could otherwise evict sources to make room.
             self.stores[level].lock(source)
             sources.append((level, source))
         pairs: dict[int, list[tuple[TierBlock, TierBlock]]] = {}

@@ -58,8 +58,8 @@ class ArbitraryQueue(RankedQueue):
         reading = 0
         while True:
             self._read(now)
-            # After keys were re-read, start again from the first rank, since requests that were not yielded yet may now
-            # rank anywhere.
+            # If keys were re-read, start again from the first rank: requests that were not yielded yet may now have any
+            # rank.
             if reading != self._num_readings:
                 reading, last = self._num_readings, None
             position = 0 if last is None else bisect_right(self._first, last)
@@ -125,7 +125,7 @@ class ArbitraryQueue(RankedQueue):
 
     def _enter(self, rank: Rank, now: float) -> None:
         if now != self._read_at and (self._epoch is None or self._epoch != self._entered_in):
-            self._read_at = self._epoch = None  # keys of different times cannot be compared: re-read all when next used
+            self._read_at = self._epoch = None  # keys read at different times cannot be compared: re-read all
         elif self._first and rank < self._first[-1]:
             insort(self._first, rank)
         else:

@@ -106,8 +106,8 @@ class GroupedQueue(RankedQueue):
         del self._group_of[request]
 
     def _ordered(self, newest: int) -> Iterator[RequestView]:
-        # While the caller removes each yielded request before it continues, the next one to yield is simply the head of
-        # the queue.
+        # As long as the caller removes each yielded request before it asks for the next one, the next request to yield
+        # is the head of the queue.
         while True:
             head = self._head()
             if head is None:

@@ -47,8 +47,8 @@ class KineticQueue(RankedQueue):
 
     def _ordered(self, now: float, newest: int) -> Iterator[RequestView]:
         last: Rank | None = None
-        # While the caller removes each yielded request before it continues, the next one to yield is simply the head of
-        # the queue.
+        # As long as the caller removes each yielded request before it asks for the next one, the next request to yield
+        # is the head of the queue.
         while True:
             group = self._tournament.winner(now)
             if group is None:

@@ -54,8 +54,8 @@ class NamedFallsQueue(RankedQueue):
 
     def _ordered(self, now: float, newest: int) -> Iterator[RequestView]:
         given: set[int] = set()
-        # While the caller removes each yielded request before it continues, the next one to yield is simply the head of
-        # the queue.
+        # As long as the caller removes each yielded request before it asks for the next one, the next request to yield
+        # is the head of the queue.
         while True:
             head = self._head(now)
             if head is None:
@@ -68,7 +68,7 @@ class NamedFallsQueue(RankedQueue):
         walk, num_falls = self._order.walk(), self._num_falls
         while True:
             self._settle(now)
-            if num_falls != self._num_falls:  # a request may have moved ahead of the walk: start again
+            if num_falls != self._num_falls:  # a request may have moved to a place already passed: start again
                 walk, num_falls = self._order.walk(), self._num_falls
             rank = next(walk, None)
             if rank is None:

@@ -32,8 +32,8 @@ class SortedQueue(RankedQueue):
 
     def _ordered(self, newest: int) -> Iterator[RequestView]:
         last: Rank | None = None
-        # While the caller removes each yielded request before it continues, the next one to yield is simply the head of
-        # the queue.
+        # As long as the caller removes each yielded request before it asks for the next one, the next request to yield
+        # is the head of the queue.
         while self._ranks:
             head = self._order.first()
             if head is last or head[SERIAL] > newest:

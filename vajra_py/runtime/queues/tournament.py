@@ -78,8 +78,8 @@ class SlopeGroup:
         largest = distance * _DISTINCT
         if largest > _LARGEST:
             largest = _LARGEST
-        # At times from -until to until, rounding cannot make the computed keys of this (the head's) line and of the
-        # next line equal.
+        # At times from -until to until, the computed keys of the head's line and of the next line differ in spite of
+        # rounding.
         until = (largest - abs(intercept)) / self._steepness if self._steepness else inf
         if not -until <= now <= until:
             head, until = self._first_computed(now), now
@@ -122,7 +122,7 @@ class SlopeGroup:
             return False
         first = ranks.first()
         if first[KEY] == self.intercept and self.until != now:
-            self.head = first  # on the old head's line, so `until` and the distance to the next line stay as they are
+            self.head = first  # its line is that of the old head, so `until` and `_distance` stay as they are
         else:
             self.seat(now)
         return True

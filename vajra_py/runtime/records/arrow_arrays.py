@@ -55,7 +55,7 @@ def _numbers(values: NDArray[Any], is_null: NDArray[np.bool_] | None) -> Any:
     import pyarrow as pa
 
     kind, data = pa.from_numpy_dtype(values.dtype), np.ascontiguousarray(values)
-    if data.dtype == np.bool_:  # Arrow stores eight booleans in a byte
+    if data.dtype == np.bool_:  # Arrow stores booleans as bits, numpy as bytes
         data = np.packbits(data, bitorder="little")
     known = None if is_null is None else pa.py_buffer(np.packbits(~is_null, bitorder="little"))
     return pa.Array.from_buffers(kind, len(values), [known, pa.py_buffer(data)])

@@ -15,7 +15,8 @@ from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.requests.running_set import RunningSet
 from vajra_py.runtime.support.clock import to_seconds
 
-# Module constants: an enum lookup costs more than a function call, and these are needed for every request.
+# Module constants, because in Python 3.11 the lookup of an enum member costs more than a function call; these members
+# are needed for every request.
 _WAITING, _RUNNING, _ENDED = RequestState.WAITING, RequestState.RUNNING, RequestState.ENDED
 _HELD, _REMOTE, _ARRIVED, _LOADED = RequestState.HELD, RequestState.REMOTE, RequestState.ARRIVED, RequestState.LOADED
 

@@ -147,7 +147,8 @@ class Controller:
         self.num_submitted += 1
         if facts.request_id in self._alive:
             detail: str | None = "another request with this id is being served"
-        else:  # registered before policies are called, so that it ends with all others if a policy raises
+        else:
+            # Register the request before policies are called: if a policy raises, the requests in `_alive` are ended.
             self._alive[facts.request_id] = (request, replicaset)
             detail = replicaset.why_never(request, seconds)
             if facts.program_id:
@@ -386,7 +387,7 @@ class Controller:
             self._count_end(request, reason, to_seconds(now))
             listeners = replicaset.listeners.departures
             if gate is not None and request.admission is not None and not request.admission.was_let_in:
-                listeners = gate.own.departures  # not accepted: no other policy has got events of this request
+                listeners = gate.own.departures  # no other policy was notified of a request that was not accepted
             if listeners:
                 to_notify.append((request, listeners))
         if self.on_ended is not None:

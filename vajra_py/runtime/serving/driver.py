@@ -68,7 +68,8 @@ from vajra_py.runtime.serving.waking import PolicyWaker
 from vajra_py.runtime.step.plan import StepPlan, StepResult
 from vajra_py.runtime.support.clock import NEVER, to_seconds, to_ticks
 
-# Module constants: an enum lookup costs more than a function call, and these are needed for every event.
+# Module constants, because in Python 3.11 the lookup of an enum member costs more than a function call; these members
+# are needed for every event.
 _STEP_END, _FORM, _ARRIVAL, _ADMISSION = Phase.STEP_END, Phase.FORM, Phase.ARRIVAL, Phase.ADMISSION
 _TRANSFER = Phase.TRANSFER
 _WAITING, _DEFERRED, _ENDED = RequestState.WAITING, RequestState.DEFERRED, RequestState.ENDED
@@ -565,7 +566,8 @@ class Driver(Generic[R]):
             self.fast_forward.sync_all(name)  # the replicaset's policies may read requests of other replicas
             rank = self._num_replicas if isinstance(what, str) else what.rank
             heap = self.events.heap
-            # An event that must come first has been added, for example because a replica of lower rank became free.
+            # `sync_all` may have added an event that must come first, for example because a replica of lower rank
+            # became free.
             if heap and heap[0][:3] < (self.now, _FORM, rank):
                 self.events.push(self.now, _FORM, what, rank)
                 return
@@ -861,7 +863,7 @@ class Driver(Generic[R]):
         if not self._options.isolates_policies:
             raise error
         gate = self.controller.gate
-        # An error of the admission policy concerns all replicasets, since it serves all of them.
+        # An error of the admission policy concerns all replicasets, since this policy decides for all of them.
         concerned = self._replicas if gate is not None and gate.error is error else (replicaset,)
         for one in concerned:
             self._take_out_of_service(one, error)

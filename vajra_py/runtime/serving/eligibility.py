@@ -96,7 +96,7 @@ class RequestBounds:
         self._kinds = kinds_of(replicas)
         self.are_equal = len(self._kinds) == 1
         ending = [kind[0] for kind in self._kinds if kind[0].parts.role is not PoolRole.PREFILL]
-        ending = ending or [kind[0] for kind in self._kinds]  # if no replica may decode, the bounds are over all
+        ending = ending or [kind[0] for kind in self._kinds]  # without a replica that may decode, all count
         largest = max(ending, key=lambda one: one.max_request_tokens)
         self.largest = largest.limits
         self.max_request_tokens = largest.max_request_tokens

@@ -58,7 +58,8 @@ class Stage(Enum):
     """The KV is at the target, which accepts the request between two steps."""
 
 
-# Module constants: an enum lookup costs more than a function call, and these are needed for every hand-off.
+# Module constants, because in Python 3.11 the lookup of an enum member costs more than a function call; these members
+# are needed for every hand-off.
 _PLACING, _RESERVING, _MOVING, _ARRIVING = Stage.PLACING, Stage.RESERVING, Stage.MOVING, Stage.ARRIVING
 _PREFILL = PoolRole.PREFILL
 _WITHOUT_BLOCKS = (Stage.PLACING, Stage.RESERVING, Stage.RETRYING, Stage.QUEUED)

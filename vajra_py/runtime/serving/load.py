@@ -212,8 +212,8 @@ class SnapshotLoad:
     def look(self, now: float, interval_s: float) -> SnapshotLoad:
         """Re-read the figures if they are at least as old as the interval; return the snapshot with its age set."""
         live = self.live
-        # The state is never outdated: routers would notice at once that a replica is down, because requests sent to it
-        # would fail.
+        # The state is read each time, because a router would notice at once that a replica is down: requests sent to
+        # that replica would fail.
         self.state, self.is_up = live.state, live.is_up
         if now - self.taken_at >= interval_s:
             self.num_running = live.num_running

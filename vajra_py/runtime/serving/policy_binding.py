@@ -215,8 +215,8 @@ class Policies:
         retained = [(one.policy, one.name) for one in self.retention if one is not None]
         shared = [*chain.from_iterable(layers.values()), *self.beside, *retained]
         found = listeners_among([*shared, *own])
-        # Each replica has its own scheduler. If it listens to nothing but ends of steps, it gets no requests of other
-        # replicas.
+        # A replica's own scheduler is notified of the ends of that replica's steps only. If the scheduler listens to
+        # nothing else, it gets no requests of other replicas.
         knows_one = listeners_among(own).listen_only_to_steps and not listeners_among(shared).across_replicas
         return structs.replace(found, across_replicas=not knows_one)
 

@@ -47,7 +47,8 @@ from vajra_py.runtime.step.fast_forward import Repeats, run_of
 from vajra_py.runtime.step.plan import Executor, PlannedChunk, StepPlan, StepResult
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND, to_seconds
 
-# Module constants: an enum lookup costs more than a function call, and these are needed for every request.
+# Module constants, because in Python 3.11 the lookup of an enum member costs more than a function call; these members
+# are needed for every request.
 _RUNNING, _ENDED = RequestState.RUNNING, RequestState.ENDED
 _STOP, _LENGTH, _FAILED = EndReason.STOP, EndReason.LENGTH, EndReason.FAILED
 _PREFILL = PoolRole.PREFILL
@@ -95,7 +96,7 @@ class ReplicaParts(Struct, frozen=True):
 class Replica:
     """One model instance: its queue, its memory, its running requests, and the policy that forms its steps."""
 
-    __slots__ = (  # CPython reads the attributes of an object slowly if its `__dict__` has more than 30
+    __slots__ = (  # CPython reads the attributes of an object slowly if its `__dict__` has more than 30 entries
         "_awaits_reports",
         "_cache_at_end",
         "_connected",
@@ -378,8 +379,8 @@ class Replica:
         if not self.has_adapter(request):
             return False
         num_tokens = request.num_prompt_tokens + request.max_tokens
-        # A prefill replica needs room only for known tokens, because the request leaves before it decodes. They include
-        # output if the request is recomputed.
+        # A prefill replica needs room only for known tokens, because the request leaves before it decodes. The known
+        # tokens include output if the request is recomputed.
         if self.parts.role is _PREFILL:
             return num_tokens <= self.limits.max_model_len and self.memory.fits(request.num_known_tokens)
         return num_tokens <= self.limits.max_model_len and self.memory.fits(num_tokens - 1)
@@ -604,7 +605,7 @@ class Replica:
         """
         # A request handed off while this step was formed may have to stay; the next step then has one more decode.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
-        moves_on = self.drains_by_migration and plan.chunks  # a request that this step admits
+        moves_on = self.drains_by_migration and plan.chunks  # requests that this step admits
         return 0 if self._step_watchers or is_awaited or moves_on else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
@@ -748,7 +749,9 @@ class Replica:
         self.running_set.unverified = {}
         requests, num_accepted = list(before), [accepted.get(one, 0) for one in before]
         num_drafts = [0 if one.is_padding else one.num_drafts for one in before.values()]
-        apart = [  # indices of requests that may have stopped running, or may end; others decode outside the pool
+        # Requests at these places may have stopped running or may end now. All others continue to decode outside the
+        # pool, and their drafts are counted in bulk.
+        apart = [
             place
             for place, (one, count) in enumerate(zip(requests, num_accepted, strict=True))
             if not (one.is_skipped and count < one.end_epoch)
@@ -827,9 +830,9 @@ class Replica:
                 for request, num_valid in lost.running.items():
                     self.memory.withdraw_blocks(request, num_valid)
                 for request in sorted((*(lost.waiting if fails else ()), *lost.running), key=lambda one: one.index):
-                    is_running = request in lost.running  # if so, `abort` also releases it, by `_finish`
+                    is_running = request in lost.running
                     if self.abort(request, _FAILED, now, "its KV could not be loaded"):
-                        if not is_running:
+                        if not is_running:  # `abort` has released running requests already, in `_finish`
                             self.parts.executor.release(request)
                         ended.append((request, _FAILED))
         if report.bad_blocks and connected.rules.forms_ahead:

@@ -52,7 +52,7 @@ from vajra_py.runtime.support.clock import to_seconds
 class Replicaset:
     """Replicas of one model behind one prioritizer and one replicaset scheduler."""
 
-    __slots__ = (  # CPython reads the attributes of an object slowly if its `__dict__` has more than 30
+    __slots__ = (  # CPython reads the attributes of an object slowly if its `__dict__` has more than 30 entries
         "_assign_call",
         "_differs",
         "_eligible",

@@ -20,7 +20,7 @@ from vajra_py.runtime.serving.replicaset import Replicaset
 from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.support.clock import to_seconds, to_ticks
 
-_TRANSFER = Phase.TRANSFER  # an enum lookup costs more than a function call
+_TRANSFER = Phase.TRANSFER  # in Python 3.11 the lookup of an enum member costs more than a function call
 
 REQUEST_ENDED = "the request ended"
 KV_LOST = "a replica lost its KV"

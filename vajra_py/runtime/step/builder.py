@@ -24,7 +24,8 @@ from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
 from vajra_py.runtime.step.plan import DraftedDecodes, Executor, PlannedDrafts, StepPlan, new_chunk
 from vajra_py.runtime.step.plan_draft import PlanDraft
 
-# Module constants: an enum lookup costs more than a function call, and these are needed for every chunk.
+# Module constants, because in Python 3.11 the lookup of an enum member costs more than a function call; these members
+# are needed for every chunk.
 _RUNNING, _SWAPPED, _ENDED = RequestState.RUNNING, RequestState.SWAPPED, RequestState.ENDED
 _REMOTE = RequestState.REMOTE
 _LOADING = RequestState.LOADING
@@ -290,7 +291,8 @@ class Builder(PlanDraft):
         if not selected:
             pool = self._running_set.pool
             self._growing = self._changing() if self._recycles else pool.needing_blocks()
-            # `num_public` leaves out requests whose output is private: `free` caches it (`is_private_after_prompt`).
+            # `num_public` does not count requests with private output (`is_private_after_prompt`): `KvMemory.free`
+            # caches their blocks, which need not be cached in each step.
             self._caches_decodes = pool.num_public > 0 and self._options.cache_at_schedule and not self._recycles
         needs_room = request in self._growing or self._caches_decodes
         if (needs_room or reserve_tokens is not None) and not self._grow_decode(request, reserve_tokens):
@@ -357,8 +359,9 @@ class Builder(PlanDraft):
             tokens_left -= 1 + num_drafts
             if self._features is not None:
                 self._features = [self._features[0].with_decodes(1, computed).with_drafts(num_drafts)]
+            # `num_known` is 0 if the newest token is not known yet: a block that this token fills has no hash yet.
             if caches and (computed + num_known) % size < self._most_advance and request.hashes is not None:
-                memory.cache_blocks(request, computed + num_known)  # without the newest token if it is unknown (0)
+                memory.cache_blocks(request, computed + num_known)
             position += 1
         self.num_tokens += self.tokens_left - tokens_left
         self.tokens_left = tokens_left
@@ -396,7 +399,7 @@ class Builder(PlanDraft):
         to_hold = [kept + count + lookahead for kept, count in zip(to_keep, num_drafts, strict=True)]
         if max(to_keep) + most + lookahead > self._most_held:
             return False
-        # With unverified drafts, cache only up to `computed`, since the newest token is not known either.
+        # With unverified drafts, cache only the first `computed` tokens: the newest token is not known yet either.
         found = self._hold_all(order, to_keep, to_hold, computed if unverified else to_keep)
         if found is None:
             return False
@@ -426,8 +429,8 @@ class Builder(PlanDraft):
         growing = [place for place, (end, before) in enumerate(zip(to_hold, held, strict=True)) if end > before * size]
         ends = [-(-to_hold[place] // size) for place in growing]
         num_new = sum(ends) - sum(held[place] for place in growing)
-        # Too few blocks are free, or cached blocks must be evicted first: reports of evictions and cachings must then
-        # alternate, as they do if decodes are added one by one.
+        # Too few blocks are free, or cached blocks must be evicted. The decodes are then added one by one, so that the
+        # evictions for each decode are reported before its newly cached blocks.
         if num_new > memory.repeat_headroom:
             return None
         if num_new == len(growing):

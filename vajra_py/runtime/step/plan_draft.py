@@ -27,7 +27,7 @@ class PlanDraft:
     entries are chunks.
     """
 
-    __slots__ = (  # CPython reads the attributes of an object slowly if its `__dict__` has more than 30
+    __slots__ = (  # CPython reads the attributes of an object slowly if its `__dict__` has more than 30 entries
         "_drafted",
         "_drafted_before",
         "_features",
@@ -222,7 +222,7 @@ class PlanDraft:
             if self.chunks or self._swap_bytes:
                 chunks: Collection[PlannedChunk] = self.chunks.values()
                 num_decodes = len(decodes)
-                if self.num_moved:  # the first token of a request that arrived with its KV is a decode
+                if self.num_moved:  # the first token of a request that arrived with its KV counts as a decode
                     others = []
                     for one in chunks:
                         if one.kind == MOVED and one.num_tokens == 1:

@@ -42,9 +42,9 @@ def existing_objects_frozen() -> Iterator[None]:
         first, *others = gc.get_threshold()
         if first > _ALLOCATIONS_OF_A_START:  # `put_off_collections` was called
             gc.set_threshold(first - _ALLOCATIONS_OF_A_START, *others)
-        # CPython runs the next full collection when new objects reach a quarter of those that survived the last one.
-        # The one here, cheap because existing objects are frozen, leaves few survivors, so that garbage is collected in
-        # proportion to the objects created in the context.
+        # CPython delays a full collection until new objects amount to a quarter of those that survived the last one.
+        # The survivors counted so far include the objects that are frozen now, so that garbage of the context would be
+        # collected late. This collection counts anew, and is cheap, since it skips frozen objects.
         gc.collect()
     try:
         yield
@@ -62,7 +62,7 @@ def infrequent_collections() -> Iterator[None]:
     """
     with existing_objects_frozen():
         thresholds = gc.get_threshold()
-        # A threshold of 0 means that the collector is off; a concurrent run may have raised it already.
+        # Change nothing if the collector is off (threshold 0), or if a concurrent run has raised the threshold already.
         is_changed = 0 < thresholds[0] < _ALLOCATIONS_BETWEEN_COLLECTIONS
         if is_changed:
             gc.set_threshold(_ALLOCATIONS_BETWEEN_COLLECTIONS, *thresholds[1:])
