@@ -1,7 +1,7 @@
 """Compiled properties of the built-in configurations, and their bounds.
 
-``python -m vajra_kernels.static`` compiles every case for its GPU (which need not be present) and prints the table of
-docs/evidence/kernels.md; tests check the same cases against their bounds.
+``python -m vajra_kernels.static`` compiles every case for its GPU (which need not be present) and prints a table, of
+which docs/evidence/kernels.md has a part; tests check the same cases against their bounds.
 
 Invariants:
     - Launches are created by the same functions as at run time, on small tensors with the strides and alignment of the
