@@ -129,7 +129,7 @@ class SharedBuffer:
 
     def send(self, pipe: Connection) -> None:
         """Give another process access to the buffer. Raises `OSError` if that process has died."""
-        send_handle(pipe, self._descriptor, None)  # the process id, None, is needed on Windows only
+        send_handle(pipe, self._descriptor, None)  # None instead of the process id, which is needed on Windows only
 
     def array(self) -> npt.NDArray[np.uint8]:
         """Map the memory; the mapping lives as long as the array."""
