@@ -124,7 +124,7 @@ class SharedBuffer:
         """Receive a buffer that was sent through a pipe. Raises `EOFError` or `OSError` if the sender has died."""
         try:
             return cls(recv_handle(pipe))
-        except RuntimeError as error:  # raised by multiprocessing if no descriptor comes
+        except RuntimeError as error:  # raised by multiprocessing if the message has no descriptor
             raise EOFError(str(error)) from error
 
     def send(self, pipe: Connection) -> None:

@@ -129,7 +129,7 @@ class Exchange:
                 return
             self._task = asyncio.ensure_future(self._at(place))
             try:
-                await self._task  # cancelling this task also cancels the awaited one
+                await self._task  # cancelling the task that runs this method also cancels `_task`
             except asyncio.CancelledError:
                 if current.cancelling():
                     raise

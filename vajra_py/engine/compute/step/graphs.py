@@ -125,7 +125,7 @@ class DecodeGraphs:
         graphs = cls(forward, caches, state, vocab_size, largest)
         started = time.perf_counter()
         try:
-            # Capture the largest size first, so that the memory it takes in the pool suffices for the others.
+            # The largest size is captured first, so that its memory in the pool suffices for the other sizes.
             for size in sorted(graphs._graphs, reverse=True):
                 graph = graphs._graphs[size]
                 graph.replay = capture(lambda graph=graph: graphs._run(graph))  # type: ignore[misc]
