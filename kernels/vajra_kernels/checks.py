@@ -89,7 +89,7 @@ def make_inputs(case: AttentionCase, generator: torch.Generator, device: torch.d
     caches = [_poisoned_cache(case, dim, tables, num_blocks, generator).to(device) for dim in case.dims]
     if case.head_major:
         caches = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches]
-    # q is the first heads of the rows of a fused projection, so that it is not contiguous.
+    # q is a part of a wider tensor, as in a fused projection, and so not contiguous.
     fused = torch.full(
         (sum(query_lens), case.heads[0] + 2 * case.heads[1], case.dims[0]), float("nan"), dtype=case.dtype
     )

@@ -49,7 +49,7 @@ def load_adjusted(
     seen = tl.load(seen_ptr + token, mask=token < num_seen, other=0)
     count = (seen >> 1).to(tl.float32)
     scaled = tl.where(logit > 0, tl.div_rn(logit, repetition), logit * repetition)
-    scaled = tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)  # the distance between two infinite logits is NaN
+    scaled = tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST)  # finite, since infinity - infinity is NaN
     is_finite = (logit == logit) & (tl.abs(logit) <= _LARGEST)
     lowered = frequency * count + tl.where(count > 0, presence, 0.0)
     return tl.where((seen != 0) & is_finite, scaled, logit) - lowered
@@ -185,7 +185,7 @@ def sample_kernel(
             limit = tl.minimum(limit, within)
         if min_p > 0.0:
             farthest = -tl.log(min_p) * temperature
-            farthest = tl.where(farthest > 0.0, farthest, 0.0)  # not -0, whose bits differ
+            farthest = tl.where(farthest > 0.0, farthest, 0.0)  # 0.0 instead of -0.0, whose bits differ
             limit = tl.minimum(limit, farthest.to(tl.int32, bitcast=True))
         total = number * 0.0
         for start in tl.range(0, VOCAB, TILE, num_stages=4):

@@ -38,7 +38,7 @@ class ClassShares:
         """
         before_s = batch.predicted_time()
         if self._last is not None:
-            last, last_before_s = self._last  # since the previous call, only its request may have been added
+            last, last_before_s = self._last  # only the request of the previous call may have been added since
             self._added_s[last] = self._added_s.get(last, 0.0) + before_s - last_before_s
         name = self._class_of(request)
         self._last = (name, before_s)

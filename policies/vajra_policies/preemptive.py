@@ -55,11 +55,12 @@ class Preemptive(FixedChunk):
         if self._takes_all(replica, batch):
             fill(replica, batch, self._next_chunk, self._mode)
             return
-        running = sorted(replica.running(), key=replica.urgency)  # a copy, as `_run` removes what it adds or preempts
+        # The list is a copy, from which `_run` removes the requests that it adds or preempts.
+        running = sorted(replica.running(), key=replica.urgency)
         self._run(running, replica.waiting(), replica, batch)
         if not batch.num_requests and replica.num_running > 1:
             running = list(replica.running())
-            # If some are missing from `running`, they are in flight, and may free enough blocks when their step ends.
+            # Requests that are missing from `running` are in flight, and may free enough blocks when their step ends.
             if len(running) == replica.num_running:
                 self._free_the_earliest(running, batch)
 

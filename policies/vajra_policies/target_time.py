@@ -91,7 +91,7 @@ class TargetTime:
             return batch.predicted_time_with(request, num_tokens) <= target_s
 
         chunk = largest_that_fits(sizes, fits, 2 * self._last_chunk)
-        if chunk < num_remaining:  # else it is the prompt's last chunk, whose size does not show what fits
+        if chunk < num_remaining:  # a prompt's last chunk does not show how many tokens fit
             self._last_chunk = chunk
         return chunk
 

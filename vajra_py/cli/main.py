@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     that could not be executed, 130 an interruption.
     """
     skip_collection_at_exit()
-    # Otherwise NumPy's OpenBLAS threads spin for 25 ms, at the start and after each matrix product, before they sleep.
+    # NumPy's OpenBLAS threads would otherwise spin for 25 ms at the start and after each matrix product.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
 

@@ -91,6 +91,6 @@ class _Bar:
     def show(self, num_done: int, num_total: int) -> None:
         """Show the number of finished measurements."""
         if self._progress is not None and self._task is not None:
-            # Not started earlier, so that errors before the first measurement are printed on their own lines.
+            # The display starts only now, so that errors before the first measurement are printed on their own lines.
             self._progress.start()
             self._progress.update(self._task, completed=num_done, total=num_total)

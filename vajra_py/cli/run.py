@@ -73,7 +73,7 @@ def run(  # noqa: PLR0913 - one argument for each option
 
         for _, point in expand_sweep(config):
             check_validation(point)
-    if report is not None:  # a folder that cannot be made is an error before the runs, not after them
+    if report is not None:  # made before the runs, so that a folder that cannot be made fails at once
         report.parent.mkdir(parents=True, exist_ok=True)
     display = RunsDisplay(len(expand_sweep(config)), quiet, is_simulated=config.backend.kind == "simulator")
     failures: list[tuple[str, str]] = []

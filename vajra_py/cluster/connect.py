@@ -97,9 +97,8 @@ def _check_listening(on: str, host: str, port: int) -> None:
 
 
 def _connect(ray: Any, on: str, *, again: bool = True) -> None:
-    os.environ.setdefault(
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
-    )  # otherwise Ray warns that this default will change
+    # Without this setting, Ray warns that a default will change.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         ray.init(address=on, configure_logging=False, log_to_driver=False)
     except Exception as error:  # Ray has no dedicated error for a failed connection

@@ -131,7 +131,7 @@ def _place(file: ShippedFile, fetch: Callable[[Any], bytes]) -> None:
         handle, partial = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "wb") as out:
             out.write(fetch(file.content))
-        os.replace(partial, path)  # atomic, since other processes may write it at the same time
+        os.replace(partial, path)  # atomic, since other processes may write the same file concurrently
     except OSError as error:
         message = f"cannot be written on a node of the cluster ({error.strerror or error})"
         raise RunError(f"{path}: {message}. Name it by a relative path.") from None
@@ -146,9 +146,8 @@ def unpack(files: Mapping[str, bytes], folder: Path) -> None:
     """Write these files as a result folder; an existing one is replaced only after all files were written."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    for name in sorted(
-        files, key=lambda one: (one == MANIFEST, one)
-    ):  # the manifest is written last, because it marks a folder as a run
+    # The manifest is written last, because it marks a folder as a run.
+    for name in sorted(files, key=lambda one: (one == MANIFEST, one)):
         path = partial / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(files[name])

@@ -124,7 +124,7 @@ class RayWorker:
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
         """See `Worker`: the minimum over all ranks; ranks on one device share its memory."""
-        devices = self.facts.device_ids  # one of each rank
+        devices = self.facts.device_ids  # one device id per rank
         return int(
             min(
                 self._all(

@@ -70,7 +70,8 @@ class LookAhead:
         if plan.pool is not None:
             ending = set(plan.pool.ending_in_flight())
             yield from ((one, one.num_computed_tokens) for one in plan.pool if one not in ending)
-        if self._replica.hands_off:  # requests may leave the replica when their prompt is computed
+        # A request may be handed off once its prompt is computed, so its first decode is not started ahead.
+        if self._replica.hands_off:
             return
         for request, num_tokens, start, _ in plan.chunks:
             if start + num_tokens == request.num_known_tokens:

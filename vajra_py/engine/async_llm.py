@@ -143,7 +143,7 @@ class AsyncLLM(EngineClient):
         output = None
         async for part in self.stream(prompt, params, facts=facts):
             output = part.output
-        assert output is not None  # the last part holds the output
+        assert output is not None  # the last part of a stream always has the output
         return output
 
     async def chat(

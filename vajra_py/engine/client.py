@@ -68,7 +68,8 @@ class EngineClient:
 
         Raises `ConfigError` for wrong settings, `ExecutorError` if a worker fails.
         """
-        set_passive_omp_wait()  # called before tokenizers load a tensor library, which reads the setting only once
+        # This call precedes loading tokenizers: they load a tensor library, which reads the setting only once.
+        set_passive_omp_wait()
         settings: ModelBackendConfig = self.config.backend.settings
         refuse_oracle(settings.output_length.type, f"backend.{settings.kind}.output_length")
         services = engine_services(self.config, self._registry, {}, **self._replaced)

@@ -341,7 +341,7 @@ class EngineConfig(ModelBackendConfig):
             return self
         given = {name: getattr(own, name) for name in type(own).model_fields}
         update = {name: value for name, value in given.items() if value is not None}
-        # A replicaset with its own model does not inherit the latency model, even if it has none of its own.
+        # A latency model belongs to one model: a replicaset with another model uses its own latency model, or none.
         if own.model is not None:
             update["latency"] = own.latency
         return self.model_copy(update=update)

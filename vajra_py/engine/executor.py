@@ -318,8 +318,6 @@ class EngineExecutor:
                 break
         return given
 
-    # Helpers
-
     def _add_same_pool(
         self, pool: DecodePool, last: _PoolRows, memory: KvMemory, changes: _Changes, step: _Step
     ) -> None:
@@ -376,7 +374,8 @@ class EngineExecutor:
         request, start = entry.request, entry.num_computed_before
         row = self._row(request, changes)
         self._send_table(request, row, memory, changes)
-        row.num_blocks[0] = drafts.num_kept_blocks  # later blocks hold only drafts, and are freed if these are rejected
+        # Only these blocks count as sent: later ones hold only drafts, and may be replaced if the drafts are rejected.
+        row.num_blocks[0] = drafts.num_kept_blocks
         row.goes_on = False
         proposed = self._proposals[request][1][: drafts.num_tokens] if drafts.num_tokens else []
         tokens = [*self._tokens(request, start, start + 1), *proposed]
@@ -454,7 +453,8 @@ class EngineExecutor:
             return
         entries = set(requests)
         victims = [request for request in self._rows if request not in entries]
-        victims.sort(key=lambda request: request.is_resident)  # a stable sort: requests without KV memory come first
+        # The sort is stable, and puts requests without KV memory first.
+        victims.sort(key=lambda request: request.is_resident)
         for request in victims[:num_lacking]:
             self._drop_row(request)
 

@@ -57,8 +57,8 @@ class KvCopier:
         Raises `ExecutorError` after a failed copy.
         """
         runner = cast(KvRunner, self._runner)
-        # Decodes that are to start ahead must be submitted before this copy. One of them may belong to a request that
-        # has ended and whose block is a target of this copy: submitted later, it would overwrite the copied KV.
+        # Decodes that start ahead are submitted before this copy. Such a decode may belong to a request that has ended,
+        # and write a block that is now a target of this copy: submitted later, it would overwrite the copied KV.
         cast(LookaheadRunner, runner).begin_ahead()
         self._wait_for(_loaded(move.before))
         if move.before:
@@ -136,7 +136,7 @@ class KvCopier:
         error, lane = None, self._lane(move)
         try:
             cast(KvRunner, self._runner).move_kv(move.copies, after)
-        except Exception as problem:  # whatever the error, it is handled like that of a failed step
+        except Exception as problem:  # any error of a copy is handled like the error of a step
             _log.warning("a copy of KV failed", exc_info=True)
             error = problem
         with self._changed:

@@ -124,12 +124,12 @@ class SharedBuffer:
         """Receive a buffer that was sent through a pipe. Raises `EOFError` or `OSError` if the sender has died."""
         try:
             return cls(recv_handle(pipe))
-        except RuntimeError as error:  # raised by multiprocessing if no descriptor comes
+        except RuntimeError as error:  # raised by multiprocessing if the message has no descriptor
             raise EOFError(str(error)) from error
 
     def send(self, pipe: Connection) -> None:
         """Give another process access to the buffer. Raises `OSError` if that process has died."""
-        send_handle(pipe, self._descriptor, None)  # the process id, None, is needed on Windows only
+        send_handle(pipe, self._descriptor, None)  # None instead of the process id, which is needed on Windows only
 
     def array(self) -> npt.NDArray[np.uint8]:
         """Map the memory; the mapping lives as long as the array."""

@@ -44,7 +44,7 @@ CPU_MEMORY_FRACTION = 0.25
 
 def system_keys(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     """Return the keys of a system, from a mapping or a YAML file. Raises `ConfigError`."""
-    what: object = config  # annotations do not guarantee the type that a caller passes
+    what: object = config  # typed as `object`, since a caller may pass any type despite the annotation
     if what is not None and not isinstance(what, str | Path | Mapping):
         message = f"is neither a mapping nor a file ({type(what).__name__})"
         raise ConfigError(Problem("config", message, "A mapping of a system's keys, or the path of its YAML file"))
@@ -159,7 +159,7 @@ class LLM(EngineClient):
         change = self.engine.check_change(replicaset, layer_of(layer), policy, params or {})
         answers: list[Swapped | VajraError] = []
         self.request_swap(change, answers.append)
-        self.loop.run()  # the loop applies the message and returns, as no request is served
+        self.loop.run()  # no request is served, so the loop applies the change and returns
         if isinstance(answers[0], VajraError):
             raise answers[0]
         return answers[0].swap

@@ -326,7 +326,8 @@ class EngineLoop(Backend[EngineReplica]):
             self._restore(one, message)
         elif isinstance(message, GivenUp):
             is_hopeless, why = self._outages.given_up(message.replica), lost(message.replica, message.why)
-            self._check_failed(why)  # may set `failed`, so it precedes `_abandon`: the listeners notified there read it
+            # May set `failed`, which clients read when `_abandon` ends their requests.
+            self._check_failed(why)
             if is_hopeless:
                 self._abandon(message.replica[0], why)
         elif one.is_lost:
@@ -495,7 +496,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._check_failed(detail)
         max_reruns = self._options.max_reruns if self._outages.could_serve(name) else None
         # A request that was computed alone has caused the failure. Every request that was being computed becomes a
-        # suspect; each further failure doubles the number of tokens for which it stays a suspect.
+        # suspect until it has produced a number of tokens, which doubles with each further failure.
         guilty = [request.request_id for request in blamed] if len(blamed) == 1 else []
         if max_reruns is not None:
             for request in blamed:
@@ -544,7 +545,8 @@ class EngineLoop(Backend[EngineReplica]):
 
     def _take_up_deferred(self) -> None:
         for swap in self._deferred:
-            self._events.push(self.now, Phase.POLICY, swap, rank=-1)  # rank -1: before policy changes requested later
+            # With rank -1, deferred changes precede those requested later.
+            self._events.push(self.now, Phase.POLICY, swap, rank=-1)
         self._deferred = []
 
     def refuse_swaps(self) -> None:

@@ -85,7 +85,7 @@ def serve_steps(
         pass
     finally:
         rank.close()
-    # A normal exit takes seconds once a tensor library is loaded, and nothing is left to do that needs one.
+    # With a tensor library loaded, the interpreter's normal exit takes seconds and does nothing that is still needed.
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -161,7 +161,7 @@ class _Rank:
 
     def _moved(self, move: KvMove, error: Exception | None) -> None:
         """Send the answer to a `KvMove` that has ended: `RankMove`, or the copy's error."""
-        with suppress(OSError):  # raised if the controller has closed the pipe, which ends this process
+        with suppress(OSError):  # raised if the controller has closed the pipe; this process then ends anyway
             if error is None:
                 self._answer(RankMove(move.number))
             else:
@@ -259,7 +259,7 @@ class ProcessWorker:
             try:
                 pipe.send((name, (step,)))
             except OSError:
-                return  # the process died; the receiver reports it
+                return  # the process has died, which the receiving thread reports
 
     def copy_kv(self, copy: KvTask) -> None:
         """See `Worker`: each rank copies its part.
@@ -276,7 +276,7 @@ class ProcessWorker:
                     pipe.send(("import_kv", (copy.number, copy.block_ids, copy.copies)))
                     copy.content[rank].send(pipe)
             except OSError:
-                return  # the process died; the receiver reports it
+                return  # the process has died, which the receiving thread reports
 
     def load_adapter(self, load: LoadAdapter) -> None:
         """See `Worker`."""
@@ -284,7 +284,7 @@ class ProcessWorker:
             try:
                 pipe.send(("load_adapter", (load,)))
             except OSError:
-                return  # the process died; the receiver reports it
+                return  # the process has died, which the receiving thread reports
 
     def close(self) -> None:
         """See `Worker`; concurrent calls wait for the first."""
@@ -302,7 +302,7 @@ class ProcessWorker:
             process.join(max(0.0, deadline - time.monotonic()))
         for process in self._processes:
             if process.is_alive():
-                process.kill()  # the process hangs, or is stopped and handles no other signal
+                process.kill()  # SIGKILL: the process hangs, or is stopped and handles no other signal
         for process in self._processes:
             process.join(_CLOSE_S)
         if self._receiver is not None:
@@ -311,7 +311,7 @@ class ProcessWorker:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            with suppress(ValueError):  # raised if another process's start has just reaped this one
+            with suppress(ValueError):  # raised if the start of another process has reaped this one meanwhile
                 process.close()
         self._processes = []
         if self._rendezvous is not None:

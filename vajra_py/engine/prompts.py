@@ -57,7 +57,8 @@ class PromptMaker:
             if len(known):
                 content.append((name, len(known)))
                 token_ids += known
-            if len(known) < length:  # an earlier request's output is shorter than in the workload, or unfinished
+            # Missing tokens are made up if an earlier request's output is unfinished, or shorter than in the workload.
+            if len(known) < length:
                 own = ("prompt", spec.request_id, len(token_ids))
                 content.append((own, length - len(known)))
                 token_ids += self._tokens(own, length - len(known))

@@ -111,7 +111,8 @@ class StopSearch:
         text, num_held = self.held + text, len(self.held)
         if may_stop and not self._has_searched:
             self._has_searched = True
-            node, num_held = 0, 0  # search the held-back text again: stop strings in it did not count so far
+            # Stop strings in the held-back text did not count before `may_stop`, so that text is searched again.
+            node, num_held = 0, 0
         start, end, place = len(text), 0, num_held
         while place < len(text):
             node = automaton.step(node, text[place])

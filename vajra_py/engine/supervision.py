@@ -123,7 +123,9 @@ class Supervisor:
     def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
         """See `Restarter`."""
         record = self._records.setdefault(replica, _Record(up_since=self._now()))
-        if num_steps > record.num_steps + 1:  # the lost worker completed a step before the one in which it was lost
+        # The worker's first step was step `record.num_steps + 1`. If the loss came in a later step, the start has not
+        # failed.
+        if num_steps > record.num_steps + 1:
             record.num_failed = 0
         if self._now() - record.up_since >= self._limits.settled_s:
             record.num_failed = record.num_pauses = 0

@@ -26,7 +26,7 @@ class WorkerLogs:
     @classmethod
     def of_this_process(cls) -> Self | None:
         """Return the configuration of this process; None if none is set, or if it cannot be sent to another process."""
-        handlers = reversed(logging.getLogger().handlers)  # the format in use is that of the handler added last
+        handlers = reversed(logging.getLogger().handlers)  # the handler that was added last determines the format
         formatter = next((one.formatter for one in handlers if one.formatter is not None), None)
         if formatter is None:
             return None

@@ -215,7 +215,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass, but has the methods
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport has these methods, but is no subclass
         self._pool.open.add(self)
         if self._is_ended:
             self._transport.abort()

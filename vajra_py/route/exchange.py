@@ -129,7 +129,7 @@ class Exchange:
                 return
             self._task = asyncio.ensure_future(self._at(place))
             try:
-                await self._task  # cancelling this task also cancels the awaited one
+                await self._task  # cancelling the task that runs this method also cancels `_task`
             except asyncio.CancelledError:
                 if current.cancelling():
                     raise
@@ -165,7 +165,7 @@ class Exchange:
         client = self._session.client
         assert client is not None
         connection = await client.connect(place.url)
-        self.routed.is_sent = True  # the caller sends at once
+        self.routed.is_sent = True  # each caller now sends the request at once
         return connection
 
     async def _prompt_at(self, place: Place) -> None:
@@ -183,7 +183,8 @@ class Exchange:
             self.routed.kv_params = None  # without KV, the decode server also computes the prompt
             session.answer(self.routed, 1, PROMPT, f"server {place}: {fault}")
             if fault.is_down:
-                # Must precede `lose`, which places again the requests that are then still in transfer from this server.
+                # `lose` places again the requests that are still in transfer from this server. So requests with
+                # computed prompts first go on to their decode servers.
                 session.hand_on()
                 session.lose(place, str(fault))
             return

@@ -289,7 +289,7 @@ class RouteSession:
             routed.end = End(reason, request.detail, retry_after_s=retry)
             routed.on_news()
 
-    # Time
+    # Timer
 
     def _set_timer(self) -> None:
         """Set the timer to the next event that is due by the clock."""

@@ -274,7 +274,7 @@ def _is_the_same_when_fast_forwarded(subject: Subject) -> None:
     """
     traits = traits_of(subject.build(context_of(scenarios.LIGHT)))
     if subject.layer is Layer.REPLICA_SCHEDULER and not traits.repeats_decodes:
-        return  # every step is formed separately anyway
+        return  # without this trait, no step is fast-forwarded
     claim = "it decides otherwise while decode steps are fast-forwarded"
     if traits.repeats_decodes:
         claim = "traits.repeats_decodes is not true"

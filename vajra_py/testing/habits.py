@@ -115,7 +115,7 @@ def _on_the_class(kind: type) -> Iterator[Any]:
 
 
 def _within(value: Any) -> Sequence[Any]:
-    if isinstance(value, FunctionType):  # without its globals, from which everything is reachable
+    if isinstance(value, FunctionType):  # its globals are left out: everything is reachable from them
         return [value.__defaults__, value.__kwdefaults__, value.__closure__]
     if isinstance(value, MethodType):
         return [value.__self__]

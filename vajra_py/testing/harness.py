@@ -397,7 +397,7 @@ class Harness:
         own = [request.request_id for request in running_set.queue.ordered(self.now)]
         return [*own, *(request.request_id for request in running_set.shared.pulled(self.now))]
 
-    # Driven manually
+    # Driven by the caller
 
     def submit(self, request_id: str, num_prompt_tokens: int, num_output_tokens: int = 1, **facts: Any) -> Request:
         """Submit a request that arrives now.

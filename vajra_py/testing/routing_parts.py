@@ -97,7 +97,7 @@ class PartProbe:
         self._count = 0
         for name in (*LISTENING_METHODS, *CACHE_METHODS):
             methods = [getattr(one, name) for one in parts if hasattr(one, name)]
-            # Without `on_step_run`, which routers do not have either, every step is reported by `on_step_end`.
+            # `on_step_run` is left out, as in routers: without it, every step is reported by `on_step_end`.
             if methods and name != "on_step_run":
                 setattr(self, name, _notify_all(methods))
 

@@ -222,7 +222,7 @@ class Connector:
         if self._relieves and self._mechanism.fault is not None:
             if self._late is not None:
                 self._late.forget(request)
-            return False  # it ended only in the mechanism, and continues under other policies
+            return False  # the request has ended only in the mechanism: fallback policies continue it
         if self._late is not None and (keeps := self._late.ends(request)) is not None:
             return keeps
         goes_on = self.recomputes and request.request_id in self._void
@@ -234,7 +234,8 @@ class Connector:
         vllms = self._look_at(record, request)
         num_tokens = request.num_computed_tokens if num_loaded is None else num_loaded
         if request.state is RequestState.RUNNING and request in self._mechanism.replica.running_set.unverified:
-            # vLLM's count includes accepted drafts that are not in the mechanism yet.
+            # `vllms.num_tokens` includes accepted drafts that the mechanism has not counted yet. All but its last token
+            # are computed.
             num_tokens = max(num_tokens, vllms.num_tokens - 1)
         vllms.num_computed_tokens = num_tokens
         self._loaded.discard(name)

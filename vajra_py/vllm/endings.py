@@ -94,7 +94,7 @@ class RefusedStreams:
             del self._names[name]
             return True
         if name in requests:
-            if not is_known:  # no error for a chunk of a refused stream: its client gets the refusal
+            if not is_known:  # a chunk of a refused stream is no error: its client gets the refusal
                 _log.error("another request with the id %s is being served; this one is left out", name)
             return True
         if request.resumable:

@@ -331,8 +331,8 @@ class Mechanism(Backend[_VllmReplica]):
         request = self.controller.find(request_id)
         is_held = request is not None and request.state is RequestState.RUNNING
         if is_held and self._one.plan is not None and self._turn is None and not self._is_gate_new:
-            # The abort gets a turn before that of the step's end, so that the step's end frees the blocks of aborted
-            # requests first, as in vLLM.
+            # The abort gets its own turn, before the turn of the step's end. The step's end then frees the blocks of
+            # aborted requests before other blocks, as in vLLM.
             self._driver.advance_to(self.open_turn())
             self._turn = None
             self._driver.abort(request_id)
@@ -359,8 +359,8 @@ class Mechanism(Backend[_VllmReplica]):
         Raises errors of building them (`VajraError`).
         """
         tick, name = self.open_turn(), self.replica.replicaset
-        # If the present scheduler needs slack, replace it before the prioritizer, which predicts slack; otherwise after
-        # it, since the new scheduler may need slack of the new prioritizer.
+        # A present scheduler that needs slack is replaced before the prioritizer, which predicts slack. Otherwise the
+        # prioritizer is replaced first, since the new scheduler may need slack.
         needs_slack = traits_of(self.replica.parts.policy).needs_slack
         order = sorted(choices, key=lambda layer: needs_slack and layer is not Layer.REPLICA_SCHEDULER)
         for layer in order:
@@ -500,8 +500,8 @@ class Mechanism(Backend[_VllmReplica]):
         if is_ahead:
             self._ahead = plan
         if self._executor.newest:
-            # `age` drops the proposals for these requests, which are useless after the step's output. With a connector
-            # none are dropped, because a failed load may prevent the output.
+            # The step's output makes its requests' proposals useless, so `age` drops these proposals. With a connector,
+            # `age` drops no proposal, because a failed load may prevent the output.
             self._executor.age(set(plan.drafts) if self._connected is None else frozenset())
         result = StepResult(stopped=stopped, accepted=accepted, report=report, is_ahead=is_ahead)
         self._driver.complete(one, plan, result, at_once=at_once)

@@ -107,7 +107,7 @@ class Messages:
                 if self._zeroes and not isinstance(blocks, Tables):
                     message.clear(blocks)
                 num_outputs = record.num_kept + request.num_output_tokens
-                if planned is not None:  # count all unverified drafts; the workers subtract rejected ones
+                if planned is not None:  # all unverified drafts count; the workers subtract rejected ones
                     computed += planned.num_unverified
                     num_outputs += planned.num_unverified
                 message.go_on(record.request_id, num_tokens, computed, num_outputs, blocks)
@@ -190,7 +190,7 @@ class Messages:
             self._add_chunks(plan.chunks, plan)
             return
         computed, counts = drafted.num_computed, [1 + count for count in drafted.num_drafts]
-        if self._mechanism.is_ahead_of_drafts:  # count all unverified drafts; the workers subtract rejected ones
+        if self._mechanism.is_ahead_of_drafts:  # all unverified drafts count; the workers subtract rejected ones
             computed = list(map(add, computed, drafted.num_unverified))
         new: dict[int, Sequence[int] | Tables] = {}
         room = self._room

@@ -77,7 +77,7 @@ def _check_requests_early() -> None:
 def is_own(scheduler_cls: Any) -> bool:
     """Return whether `--scheduler-cls` is this package's scheduler or a subclass."""
     if isinstance(scheduler_cls, str):
-        if scheduler_cls.startswith(("vajra_py.vllm.", "vllm.")):  # known without an import
+        if scheduler_cls.startswith(("vajra_py.vllm.", "vllm.")):  # the prefix decides, without an import
             return scheduler_cls.startswith("vajra_py.vllm.")
         try:
             scheduler_cls = pkgutil.resolve_name(scheduler_cls)

@@ -229,8 +229,8 @@ class VllmRunner:
     def _sampling(self, row: _Row, chunk: Chunk) -> VllmSampling:
         if not chunk.samples and not row.keeps:
             return _DISCARDED
-        # On a CPU, vLLM draws a number from a request's own generator even for a chunk that samples nothing, and cannot
-        # undo that. So a request that is not recreated at the workers for each chunk (`keeps`) gets no seed.
+        # On a CPU, vLLM draws a number from a request's own generator even for a chunk that samples nothing: this would
+        # shift all later numbers. So a request that the workers keep between chunks (`row.keeps`) gets no seed.
         has_seed = not (row.keeps and self._workers.is_cpu)
         return vllm_sampling(row.new, self.facts.eos_token_ids, row.num_outputs, has_seed=has_seed)
 
@@ -287,7 +287,7 @@ def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed
         allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
         logit_bias=dict(params.logit_bias) or None,
     )
-    if params.bad_words_token_ids:  # vLLM's public field takes strings, which are converted before this point
+    if params.bad_words_token_ids:  # vLLM's public field takes only strings, not token ids
         sampling._bad_words_token_ids = [list(word) for word in params.bad_words_token_ids]
     return sampling
 

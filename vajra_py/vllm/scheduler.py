@@ -579,7 +579,7 @@ class Scheduler(WithoutExtras):
         for name, tokens in zip(names, drafts, strict=True):
             record = self._records.get(name)
             if record is not None and tokens and (own := record.own) is not None and own.is_decode:
-                is_plain = record.is_plain  # if True, the request has no grammar
+                is_plain = record.is_plain  # a plain request has no grammar, so all its drafts are allowed
                 requests.append(own)
                 allowed.append(tokens if is_plain else self._grammars.allowed_drafts(record.request, tokens))
         self.mechanism.propose(requests, allowed)
@@ -711,7 +711,8 @@ class Scheduler(WithoutExtras):
             self._events.publisher.shutdown()
         if self.connector is not None:
             self.connector.shutdown()
-        if self._recording is not None:  # so that it contains the pending inputs, but no further step
+        # The recording must contain the pending inputs, but no further step.
+        if self._recording is not None:
             self.mechanism.set_gate(forms=False)
             self.mechanism.step()
         self._watchdog.close()

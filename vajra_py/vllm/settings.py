@@ -178,7 +178,7 @@ def _experiment_of_file(
         raise ConfigError(Problem(str(path), message, "Allowed: `scheduling` or `preset` at the top of the file"))
     scheduling = entries.get("scheduling")
     if isinstance(scheduling, dict) and "preset" not in entries and "replicaset_scheduler" not in scheduling:
-        overrides = ["scheduling.replicaset_scheduler=round_robin", *overrides]  # any, for a single replica
+        overrides = ["scheduling.replicaset_scheduler=round_robin", *overrides]  # any one will do for a single replica
     backend = entries.get("backend")
     section = backend.get("vllm") if isinstance(backend, dict) else None
     if not isinstance(section, dict):
@@ -187,9 +187,9 @@ def _experiment_of_file(
         overrides = [f"backend.vllm.model={json.dumps(sizes.model)}", *overrides]
     config = load_system(path, overrides, registry)
     replica = only_replicaset(config).replica
-    if sizes.max_loras:  # vLLM itself loads and computes the adapters, so do not reject them
+    if sizes.max_loras:  # vLLM loads and computes the adapters, so the check below must not reject them
         replica = replica.model_copy(update={"adapters": None})
-    if sizes.drafts.num_tokens:  # vLLM itself proposes and verifies the drafts, so do not reject them
+    if sizes.drafts.num_tokens:  # vLLM proposes and verifies the drafts, so the check below must not reject them
         replica = replica.model_copy(update={"draft": DraftConfig()})
     problems = problems_of(f"{path} replica", replica)
     if problems:

@@ -171,7 +171,9 @@ class _Modulated(_Process):
     def blocks(self, rng: np.random.Generator, modulation: np.random.Generator) -> Iterator[F64]:
         """Yield the arrivals of a Poisson process of rate 1, mapped through the inverse of the integrated rate."""
         stretches = self.stretches(modulation)
-        begin_s = work = 0.0  # start of the pieces in `durations`, and the integral of the rate from 0 to it
+        # `begin_s` is the start of the first piece in `durations`; `work` is the integral of the rate from 0 to
+        # `begin_s`.
+        begin_s = work = 0.0
         durations = rates = np.zeros(0)
         drawn = 0.0
         while True:

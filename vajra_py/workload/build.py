@@ -65,7 +65,7 @@ def with_options(workload: Workload, config: WorkloadOptions, rng_for: RngFor) -
     rate = None if rate is None else rate * kept
     if isinstance(config, FileOptions):
         if rate is None and (config.window is not None or config.bootstrap is not None):
-            rate = workload.rate or None  # rate of the whole trace: the mean rate of its random samples
+            rate = workload.rate or None  # rate of the whole trace, which is the mean rate of its random samples
         workload = _sampled(workload, config, rng_for)
     if config.first is not None and getattr(config, "window", None) is None:
         workload = workload.slice(first=config.first)

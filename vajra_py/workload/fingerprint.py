@@ -55,6 +55,7 @@ def _bytes(array: Any) -> bytes:
     """Return the bytes of an array; for an object array, those of the elements' `repr`."""
     if array.dtype != np.object_:
         return np.ascontiguousarray(array).tobytes()
-    known = {id(one): one for one in array}  # rows with equal values often share one object
+    # Rows with equal values often share one object, so `repr` is called once for each object.
+    known = {id(one): one for one in array}
     texts = {key: repr(one) for key, one in known.items()}
     return "\n".join(texts[id(one)] for one in array).encode()

@@ -159,8 +159,8 @@ def block_bootstrap(
     order = np.argsort(units, kind="stable")
     sizes = np.bincount(units)
     ends = np.cumsum(sizes)
-    # Drop later units here only if each unit is a single request. Otherwise their requests may be among the first,
-    # because turns of a session may arrive after requests of later units.
+    # The first units contain the first requests only if each unit is a single request: turns of a session may arrive
+    # after requests of later units.
     if first is not None and sizes.max() == 1:
         drawn, begins_s = drawn[:first], begins_s[:first]
     copies = np.repeat(np.arange(len(drawn), dtype=np.int64), sizes[drawn])
@@ -221,7 +221,7 @@ def _copied(columns: Columns, rows: I64, copies: I64, times: F64) -> Columns:
             for copy, row in zip(copies.tolist(), rows.tolist(), strict=True)
         ]
         changes |= follow_columns(parents)
-    # `parent_calls` has old ids; without it, parents are derived from `follows` and `joins`.
+    # `parent_calls` has old ids, so it is left out: parents are then derived from `follows` and `joins`.
     stated = {name: column for name, column in columns.stated.items() if name != "parent_calls"}
     copied = structs.replace(structs.replace(columns, follows=None, joins=None, stated=stated).take(rows), **changes)
     named = {"session_id": copied.session_id, "program_id": copied.program_id}

@@ -174,7 +174,7 @@ class DloraMigration(BindsOnArrival):
                 break
             source_s, target_s = source_s - time_s, target_s + time_s + self._config.move_s
             names.add(request.adapter)
-            if not request.is_resident:  # a running one is counted at the target in `on_moved`
+            if not request.is_resident:  # `on_moved` counts a running request at the target
                 self._put(request, target.replica_id)
             moved.append(Move(request, target.replica_id, "fewer batches there"))
         return moved

@@ -98,7 +98,7 @@ class Accounts:
         charged = self._waiting.pop(request, None)
         stops = charged is not None and self._leave(tenant)
         admitted = self._admitted.setdefault(tenant, {})
-        if charged is None:  # not waiting: `arrive` counted it as running, since it held KV blocks then
+        if charged is None:  # not waiting: the request held KV blocks at `arrive`, which counted it as running
             charged = admitted[request]
         admitted[request] = charged
         if not charged.was_admitted:

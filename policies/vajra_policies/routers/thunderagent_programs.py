@@ -85,7 +85,7 @@ class ProgramTable:
     programs: dict[str, AgentProgram] = field(default_factory=dict)
     num_pauses: int = 0
 
-    # Figures
+    # Queries
 
     def used(self) -> dict[ReplicaKey, int]:
         """Return for each replica the sum of `counted` over its programs."""

@@ -94,7 +94,7 @@ class TargetUtilization:
 
     def _wanted(self, pool: PoolView, current: int) -> int:
         up = replicas_in(pool, ReplicaState.UP)
-        if not up:  # no load is known: keep the number, but at least one if requests wait
+        if not up:  # no load is known: keep the number of replicas, but at least one if requests wait
             return max(current, int(pool.num_queued > 0))
         ratio = self._load(pool, up) / (len(up) * self._config.target)
         if self._is_at_target(ratio):

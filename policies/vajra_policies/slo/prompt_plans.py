@@ -40,7 +40,8 @@ def most_in_time(prompts: Sequence[Prompt], step_tokens: int, num_running: int) 
                 following[num] = state
             total = state[0] + prompt.num_tokens
             is_in_time = total <= prompt.num_steps * max(step_tokens - num_running - num, 0)
-            # An admitted prompt that is late even without new prompts (`num == num_before`) is in the set all the same.
+            # An admitted prompt stays even if it is late: the set without new prompts (`num == num_before`) then takes
+            # it.
             if is_in_time or (prompt.is_admitted and num == num_before):
                 taken = (total, (*state[1], index))
                 known = following[num + 1]

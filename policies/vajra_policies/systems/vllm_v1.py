@@ -100,9 +100,8 @@ class VllmV1:
         self._max_active = config.max_num_active_requests or limits.max_batch_size
         self._watermark = int(config.watermark_fraction * (limits.num_blocks + 1))
         self._interval = config.prefill_interval_steps
-        steady = (
-            frozenset(SteadyState) if self._interval == 1 else frozenset()
-        )  # with an interval, `schedule` counts steps, so every step must be formed by a call of it
+        # With an interval, `schedule` counts steps, so every step must be formed by a call of `schedule`.
+        steady = frozenset(SteadyState) if self._interval == 1 else frozenset()
         self.traits = SchedulerTraits(repeats_decodes=steady)
         self._num_steps = 0
         self._last_prefill_step = -self._interval
@@ -185,7 +184,8 @@ class VllmV1:
         running = replica.running()
         if self._config.victim == "latest_admitted":
             return running[-1]
-        return max(running, key=_priority_and_arrival)  # of requests with equal keys, the one admitted first
+        # Of requests with equal keys, `max` returns the first, which was admitted first.
+        return max(running, key=_priority_and_arrival)
 
     # Waiting requests
 

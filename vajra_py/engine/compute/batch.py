@@ -150,7 +150,7 @@ class BatchState:
         self.max_model_len = max_model_len
         self.tables: npt.NDArray[np.int32] = np.zeros((max_requests, -(-max_model_len // block_size)), np.int32)
         self.num_computed: Ints = np.zeros(max_requests, np.int64)
-        # The extra entry is read and written by the padding rows of a graph.
+        # Padding rows of a CUDA graph read and write the last entry, which belongs to no slot.
         self.last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
 
     def update_tables(self, updates: Sequence[TableUpdate], num_blocks: int) -> None:
@@ -197,8 +197,8 @@ class BatchState:
         self.num_computed[slots] = kv_lens
         sampled = [(order[place], num_decodes + place) for place, chunk in enumerate(chunks) if chunk.samples]
         num_drafts = {num_decodes + place: one.num_drafts for place, one in enumerate(chunks) if one.num_drafts}
-        # List sampled rows in the order of `step.chunks`. Not with drafts: all rows may then be sampled, and the
-        # forward pass expects all rows in row order.
+        # Sampled rows follow the order of `step.chunks`, except in a step with drafts: its sampled rows may be all
+        # rows, which the forward pass expects in row order.
         if not num_drafts:
             sampled.sort()
         positions, held, num_newest, begins = kv_lens - 1, kv_lens, len(slots), first
@@ -317,7 +317,8 @@ class BatchState:
         assert self._groups is not None
         count, newest = len(batch.slots), batch.num_newest
         ends = np.cumsum(batch.query_lens)
-        # Both sides of an exchange must list rows in the same order, so order them by slot, which all groups share.
+        # Both groups of an exchange must list the shared sequences in the same order. A request has the same slot in
+        # all groups, so the sequences are sorted by slot.
         shared = sorted((k for k in range(count) if len(batch.groups[k]) > 1), key=lambda k: int(batch.slots[k]))
         rows = {k: np.arange(ends[k] - batch.query_lens[k], ends[k]) for k in shared}
         first = dict(zip(shared, np.cumsum([0, *(len(rows[k]) for k in shared)]).tolist(), strict=False))

@@ -49,7 +49,8 @@ def capacity_differences(answers: Sequence[CapacityAnswer]) -> list[CapacityDiff
     pairs = []
     for (first, ours), (second, theirs) in itertools.combinations(known, 2):
         found = difference(_logs(ours), _logs(theirs))
-        if found is None or found.interval is None or found.p_value is None:  # all differences are equal: no test
+        # The differences do not vary between seeds, so there is no test.
+        if found is None or found.interval is None or found.p_value is None:
             continue
         num_seeds = len(ours.keys() & theirs.keys()) or min(len(ours), len(theirs))
         if found.mean < 0:

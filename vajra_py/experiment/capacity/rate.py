@@ -82,7 +82,7 @@ def search_rate(question: RateQuestion) -> Search:
     while True:
         yield from _close_in(study, num_seeds, guess, limit)
         found = study.estimate(num_seeds)
-        # Raise the limit if the first seed, from which it was computed, has a lower capacity than the others.
+        # The limit was computed from the first seed's capacity. It is raised if other seeds have higher capacities.
         if limit < _needed(found) < math.inf:
             limit = max(_needed(found), _BEYOND * found.most)
             continue
@@ -239,7 +239,8 @@ class _Study:
             return None
         rounded = self.inside(at)
         if rounded in runs.slacks:
-            rounded = min(max(at, self.question.low), self.question.high)  # unrounded: the rounded rate was already run
+            # The rounded rate was already run, so the exact rate is tried.
+            rounded = min(max(at, self.question.low), self.question.high)
         return None if rounded in runs.slacks else rounded
 
     def _outside(self, runs: SeedRuns, condition: int, aim: _Aim) -> float | None:

@@ -57,9 +57,8 @@ def find_capacity(
     """
     registry = registry or load_registry()
     searches = [_Search(one, overwrite, registry) for one in _settings(config, registry)]
-    if (
-        workers is None and config.backend.kind != "simulator"
-    ):  # concurrent runs on a device would disturb each other's times
+    # Concurrent runs on a device would disturb each other's times.
+    if workers is None and config.backend.kind != "simulator":
         workers = 1
     workers_pool = pool(None) if pool else local_pool(workers, _MANY, registry, None)
     owners: dict[int, tuple[_Search, Setting, int]] = {}

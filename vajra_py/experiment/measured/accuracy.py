@@ -246,7 +246,7 @@ def _log_shift(run: MeasuredRun, log: Mapping[str, Floats]) -> float:
     been launched. Rows after the last scheduling are therefore preferred if there are enough of them.
     """
     requests = run.requests
-    assert requests.scheduled_at is not None  # `series_errors` returns earlier if there are none
+    assert requests.scheduled_at is not None  # `series_errors` returns earlier without scheduling times
     at, running = log["t"], log["running"]
     only_ends = (at > float(requests.scheduled_at.max()) + 2.0) & (at < float(requests.last_token_at.max()) + 2.0)
     if np.count_nonzero(only_ends) >= FEWEST_ROWS:

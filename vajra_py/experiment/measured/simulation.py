@@ -135,7 +135,7 @@ def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: P
         "prefix_cache": {"enabled": settings.prefix_caching},
     }
     if together > 1:
-        memory["tenant_salt"] = True  # here, the tenant of a request is its rank: see `ranked`
+        memory["tenant_salt"] = True  # ranks do not share cached blocks, and each is a tenant: see `ranked`
     if settings.memory_fraction is not None:
         memory["memory_fraction"] = settings.memory_fraction
     if settings.num_blocks is not None:
@@ -158,7 +158,7 @@ def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: P
         "output": {"decision_log": False},
     }
     if together > 1:
-        # A prompt is computed by one rank, within that rank's token budget.
+        # One rank computes the whole prompt, and has only its own token budget.
         params = {"long_prefill_threshold_tokens": settings.max_num_batched_tokens}
         mapping["scheduling"] = {"replica_scheduler": {"policy": "vllm_v1", "params": params}}
     return config_from_mapping(mapping)

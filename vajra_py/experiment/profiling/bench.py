@@ -89,7 +89,9 @@ class Bench:
         this step's tokens.
         """
         is_ahead = batch.is_ahead(self._begins_ahead)
-        if is_ahead:  # an earlier step computes the same rows, so each context has at least two tokens
+        # The step before the measured one decodes the same rows with one context token less, so contexts need two
+        # tokens.
+        if is_ahead:
             batch = replace(batch, decodes=tuple(max(2, context) for context in batch.decodes))
         ends = batch.ends(self._begins_ahead)
         blocks = self._first_block + self._stream.permutation(self._num_blocks)

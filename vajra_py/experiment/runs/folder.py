@@ -42,7 +42,7 @@ def files_digest(config: SystemConfig) -> dict[str, str]:
         try:
             with Path(name).open("rb") as file:
                 found[name] = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
-        except (OSError, ValueError):  # the string names no file: it is a folder's path, or a name with a dot
+        except (OSError, ValueError):  # the string names no file: it names a folder, or merely contains a dot
             continue
     return found
 

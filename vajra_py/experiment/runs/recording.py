@@ -162,9 +162,8 @@ class RunRecording:
         """
         import pyarrow as pa
 
-        pa.array(
-            [0]
-        )  # Arrow's first array imports pandas, if installed: later, this would delay a step by half a second
+        # Arrow's first array imports pandas, if installed. During a step, this import would take half a second.
+        pa.array([0])
         path = self._place.path
         (path / ENGINE_FILE).write_text(json.dumps(description, indent=1, sort_keys=True) + "\n")
         self._decisions = DecisionLog(path / "decisions.parquet", self._open, _RECORDS_PER_BATCH)

@@ -208,7 +208,7 @@ def _status(path: Path) -> str:
     return str(RunData(path).manifest.get("status"))
 
 
-# The simulation
+# Simulation
 
 
 class _RecordedTimer:
@@ -315,7 +315,7 @@ def _simulator(recording: Recording, registry: Registry, logs: Sequence[Observer
         horizon_s=to_seconds(recording.ended_at) + 1.0,
         drain=False,
         tenant_salt=any(one.tenant_salt for one in memories),
-        fast_forward=repeats,  # off with known tokens (each step caches blocks) and with tiers (steps copy them)
+        fast_forward=repeats,  # off with known tokens (steps then cache blocks) and with tiers (steps then copy blocks)
         expires=False,
         times_transfers=False,
         wakes=False,
@@ -377,7 +377,7 @@ def _controller(recording: Recording, registry: Registry) -> tuple[Controller, _
         seeds=seeds,
         facts=first.facts,
         executor_of=lambda replicaset, replica_id: executor,
-        reserves_growth=connector is None,  # with one, blocks are assigned at once: failed loads name them by id
+        reserves_growth=connector is None,  # failed loads name blocks by id, so blocks are assigned at once
         models=models,
         served_models=settings.served_models(engine),
     )

@@ -70,7 +70,7 @@ def write_results(
     """
     requests, tbt = tables.requests.to_table(), tables.tbt.to_table()
     records = tables.steps.records()
-    with ThreadPoolExecutor(1) as beside:  # encoding overlaps, as it mostly runs without the GIL
+    with ThreadPoolExecutor(1) as beside:  # tables are encoded mostly without the GIL, while the summary is computed
         writing = beside.submit(_write_tables, path, tables)
         steps = expand_steps(records, STEPS_READ, encoded=True)
         summary = _summary(config, requests, steps, tbt, ended_at)

@@ -194,7 +194,7 @@ class _Attempt:
             lambda requests: ideal_makespans(run.config, run.workload, models, requests),
             self._tiers,
         )
-        with ThreadPoolExecutor(1) as beside:  # encoding overlaps, as it mostly runs without the GIL
+        with ThreadPoolExecutor(1) as beside:  # the log is encoded mostly without the GIL, while tables are written
             closing = None if self._log is None else beside.submit(self._log.close)
             self._backend.write(path, self._run.config, tables, seconds, self._backend.step_times.to_mapping())
             if closing is not None:

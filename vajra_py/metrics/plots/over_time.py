@@ -69,7 +69,7 @@ def queue_and_kv(runs: Sequence[RunData]) -> Figure:
             width = 0.7 if arrangement.looks[i].is_muted else 0.8 * tapered(place, len(members))
             look = arrangement.looks[i].line | {"linewidth": width}
             if not has_dashes:
-                # Dashes are hard to follow in a noisy line, and the runs of a panel differ in colour anyway.
+                # Colours alone distinguish the runs of a panel, and dashes are hard to follow in a noisy line.
                 look["linestyle"] = "-"
             _draw_queue_and_kv(axes[panel], runs[i], look | {"label": names[i]})
     for row, title in enumerate(arrangement.panels):

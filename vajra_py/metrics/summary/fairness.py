@@ -98,15 +98,15 @@ class BackloggedService(Struct, frozen=True):
             return None
         by_end = np.zeros(num_cells + 1)
         largest, window, pair = 0.0, (float(self.edges[0]), float(self.edges[0])), (0, 1)
-        # A tenant counts in a window only if it is backlogged throughout, so of two windows that begin at the same
-        # edge, the longer one never has more tenants.
+        # A tenant counts only in windows throughout which it is backlogged. `until` has, for each tenant and first
+        # cell, the end of the longest such window.
         until = _runs_of(self.backlogged)
         for begin in range(num_cells):
             alive = np.flatnonzero(until[:, begin] > begin)
             if len(alive) < 2:
                 continue
             lengths = until[alive, begin]
-            last = int(np.partition(lengths, -2)[-2])  # in longer windows at most one tenant is left
+            last = int(np.partition(lengths, -2)[-2])  # in longer windows, at most one tenant counts
             got = self.served[alive, begin + 1 : last + 1] - self.served[alive, begin, None]
             inside = lengths[:, None] >= np.arange(begin + 1, last + 1)
             spread = np.where(inside, got, -np.inf).max(axis=0) - np.where(inside, got, np.inf).min(axis=0)
@@ -234,7 +234,8 @@ def _merged(owner: Ints, begins: Floats, ends: Floats) -> tuple[Ints, Floats, Fl
     order = np.lexsort((begins, owner))
     owner, begins, ends = owner[order], begins[order], ends[order]
     ranked, rank = np.unique(ends, return_inverse=True)
-    # Compare ranks instead of times: adding an offset per owner to times would round them.
+    # An offset per owner lets one running maximum serve all owners. The offset is added to ranks, since it would round
+    # times.
     reach = np.maximum.accumulate(owner * len(ranked) + rank)
     reached = ranked[reach % len(ranked)]
     first = np.ones(len(owner), dtype=np.bool_)

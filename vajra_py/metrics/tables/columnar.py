@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vajra_py.runtime.records.arrow_arrays import arrow_array, call
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
-# Gaps are merged once this many new ones were added, or half as many as are merged already if that is more.
+# Gaps are merged once this many were added since the last merge, and at least half as many as that merge left.
 _MERGE_ROWS = 1 << 20
 
 
@@ -123,7 +123,8 @@ class PackedRows:
 
     def rows(self, chosen: slice | NDArray[np.int64]) -> NDArray[Any]:
         """Return a copy of these rows as a structured array."""
-        rows = np.frombuffer(self._buffer, dtype=np.uint8).reshape(-1, self._struct.size)  # copied faster as bytes
+        # Rows are copied faster as bytes than as structures.
+        rows = np.frombuffer(self._buffer, dtype=np.uint8).reshape(-1, self._struct.size)
         found = rows[chosen].copy() if isinstance(chosen, slice) else rows.take(chosen, axis=0)
         return found.view(self._dtype)[:, 0]
 
@@ -191,7 +192,8 @@ class GapList:
         return gaps, weights
 
     def _merge(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        single = np.sort(np.array(self._single, dtype=np.float64))  # many times as fast as the argsort below
+        # A plain sort is many times as fast as the argsort below, so gaps of weight 1 are sorted and counted first.
+        single = np.sort(np.array(self._single, dtype=np.float64))
         firsts = _firsts(single)
         shared = [log.weighted() for log in self._logs.values()]
         gaps = np.concatenate((np.array(self._gaps, dtype=np.float64), single[firsts], *(one[0] for one in shared)))

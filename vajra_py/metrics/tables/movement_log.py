@@ -153,8 +153,8 @@ class MovementRows(Observer):
         journey = self._journeys.get(request.index)
         if journey is None:
             journey = self._journeys[request.index] = _Journey(request, HAND_OFF, source)
-        # An open transfer (`end_at` is NaN) is announced again if the request leaves with fewer tokens than the
-        # transfer was to send.
+        # `on_transfer` is called again for an open transfer (`end_at` is NaN) if the request leaves with fewer tokens
+        # than announced.
         if journey.is_sent and journey.end_at != journey.end_at:
             journey.num_tokens = num_tokens
             return

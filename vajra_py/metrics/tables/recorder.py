@@ -178,7 +178,7 @@ def _keep_gaps(requests: Sequence[Request], lists: Sequence[GapList]) -> tuple[F
         stops.append(len(ticks))
     bounds = np.array(stops)
     num_tokens = np.diff(bounds)
-    is_gap = np.ones(len(ticks), dtype=np.bool_)  # True if a gap precedes token i; none precedes a request's first
+    is_gap = np.ones(len(ticks), dtype=np.bool_)  # True for tokens that follow a gap: all but a request's first token
     is_gap[bounds[:-1][num_tokens > 0]] = False
     gaps = np.diff(np.array(ticks) / TICKS_PER_SECOND)
     is_own = is_gap.copy()

@@ -31,7 +31,7 @@ class TextOffsets:
         piece = None if tokenizer is None else tokenizer.piece(token_id)
         if tokenizer is not None and piece is not None and not self._is_begun:
             self._is_begun = True
-            first = tokenizer.decode([token_id])  # some tokenizers drop the blank before the first word, unlike `piece`
+            first = tokenizer.decode([token_id])  # unlike `piece`, `decode` may drop the blank before the first word
             if "\ufffd" not in first:
                 piece = first.encode()
         return self.start + self._counter.add(piece or b"")

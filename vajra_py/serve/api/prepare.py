@@ -214,7 +214,7 @@ class Preparer:
         self, body: GenerationBody, prompt: list[int], replicaset: str, facts: RequestFacts, sampling: SamplingParams
     ) -> Submission:
         engine = self._session.engine
-        assert engine is not None  # requests are accepted only after it is loaded
+        assert engine is not None  # requests are accepted only after the engine is loaded
         try:
             submission = new_submission(engine, facts, prompt, sampling, replicaset, "request")
         except ConfigError as error:

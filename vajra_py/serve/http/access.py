@@ -61,7 +61,8 @@ class AccessLog:
             status = status or 500
             raise
         finally:
-            if route_path(scope) not in PROBES:  # not counted: probes get 503 while a model loads, which is no failure
+            # Probes are not counted: while a model loads, they are answered with 503, which is no failure.
+            if route_path(scope) not in PROBES:
                 self._statuses[status] += 1
             if self._enabled:
                 self._write(scope, inner.get(ANSWER_ID, ""), status, request_id.decode(), time.perf_counter() - started)

@@ -348,7 +348,7 @@ class Connection(HttpToolsProtocol):
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             elif not message.get("more_body", False):
-                cycle.keep_alive = True  # keeps uvicorn from closing the connection; `on_response_complete` closes it
+                cycle.keep_alive = True  # keeps uvicorn from closing the connection, which `on_response_complete` ends
         await RequestResponseCycle.send(cycle, message)
 
     def on_response_complete(self) -> None:

@@ -144,7 +144,7 @@ def _shapes(weights: Path, rank: int) -> dict[tuple[int, str], tuple[int, int]]:
 
 def _check_targets(where: str, targets: Any, shapes: Mapping[tuple[int, str], tuple[int, int]]) -> None:
     """Raise `ConfigError` if a layer with adapted modules lacks tensors of a module that the configuration names."""
-    if not isinstance(targets, list):  # a string is a pattern: only the tensors show which modules it matches
+    if not isinstance(targets, list):  # without a list (a pattern, or None), there are no names to check
         return
     layers = {layer for layer, _ in shapes}
     named = {str(name).rpartition(".")[2] for name in targets}

@@ -134,7 +134,8 @@ def _attend(
     if sinks is None:
         return write_and_attend(rows, cache, step.metadata, scores)[None], None
     out, lse = write_and_attend_with_lse(rows, cache, step.metadata, scores)
-    # A sink is an additional score without a value: it takes its share of the probability.
+    # A sink is a score without a value: the softmax's denominator is exp(lse) + exp(sink) instead of exp(lse). So the
+    # output is multiplied by exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
     return (out * torch.sigmoid(lse - sinks.float()).unsqueeze(-1).to(out.dtype))[None], None
 
 

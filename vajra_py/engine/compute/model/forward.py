@@ -58,7 +58,7 @@ class TransformersForward:
             out = self.model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
-                # Without a mask, some models check for padding and packed sequences, and so wait for the device.
+                # Without a mask, some models search for padding and packed sequences, and thus wait for the device.
                 attention_mask=torch.ones_like(token_ids)[None],
                 use_cache=False,
                 logits_to_keep=rows,
@@ -83,7 +83,8 @@ def probe_layers(model: torch.nn.Module, where: str) -> list[LayerFacts]:
         with under_way(probe):
             model(input_ids=tokens, position_ids=torch.arange(2, device=device)[None], use_cache=False)
         problem = probe.problem
-    except Exception as error:  # a foreign model may raise anything in a forward pass without attention
+    # The probe replaces attention by zeros, and the model's own code may then raise any exception.
+    except Exception as error:
         problem = probe.problem or f"its forward pass failed with {type(error).__name__}: {error}"
     if problem is None and not probe.layers:
         problem = "its attention does not go through transformers' attention interface"

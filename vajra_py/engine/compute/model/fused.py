@@ -175,8 +175,9 @@ class FusedForward:
                 hidden *= self._embed_scale
         else:
             hidden = stage.receive(self._embedding.new_empty((token_ids.shape[0], self._embedding.shape[1])))
-        # `rotate_and_write`, which rotates by the table, writes K and V of every row. It is not used if requests are
-        # spread over groups (`SplitMetadata`): this rank then writes only some rows.
+        # The kernel `rotate_and_write` indexes the whole table of rotations, and writes K and V of every row. With
+        # `SplitMetadata` (requests spread over groups), this rank writes only some rows. The kernel is not used then,
+        # and the rotations at the step's positions are needed instead.
         looks_up = self._is_fused and isinstance(metadata, AttentionMetadata)
         rotations: dict[Rope, StepRotation] = {
             rope: (rope.table if looks_up else rope.at)(positions, metadata.max_kv_len) for rope in self._ropes
@@ -187,7 +188,7 @@ class FusedForward:
             following = self._norm
             if index + 1 < len(self._layers):
                 following = self._layers[index + 1].attention_norm
-            # If as many rows are requested as there are tokens, they are all rows, in order.
+            # If as many rows are requested as there are tokens, all rows are requested, in order, and none is dropped.
             elif stage.is_last and rows.shape[0] != token_ids.shape[0]:
                 hidden, attended = hidden[rows], attended[rows]
                 if adapters is not None:
@@ -265,7 +266,8 @@ class _Builder:
     def head(self, model: Any, embedding: torch.Tensor) -> tuple[Norm, Product]:
         """Return the last norm and the output layer."""
         if model.lm_head.weight is model.model.embed_tokens.weight:
-            # The weight is shared with the embedding. It is not rearranged, since a copy would double its memory.
+            # The output layer shares its weight with the embedding. The weight is used as it is, since a packed copy
+            # would take the same memory again.
             return self._norm(model.model.norm), Product(self.shard.vocabulary_rows(embedding), None)
         weight = self.shard.vocabulary_rows(model.lm_head.weight)
         norm, weight = self._before(model.model.norm, weight)

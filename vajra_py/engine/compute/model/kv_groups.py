@@ -174,8 +174,8 @@ def write_and_attend_with_lse(
 def _attended(
     query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # An earlier part (not causal) needs no window: sequences are not spread over groups if a layer has a window shorter
-    # than the longest sequence.
+    # The earlier part of a sequence (not causal) lies within every window: sequences are spread over groups only if no
+    # window is shorter than the longest sequence.
     window = scores.window if metadata.causal else None
     return paged_attention(
         query, *cache, metadata, scale=scores.scale, window=window, softcap=scores.softcap, return_lse=True

@@ -91,7 +91,8 @@ class AdaptedProduct(Product):
     def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """See `Product`."""
         hidden = super().add_to(hidden, x)
-        if self.adds_in_place and self._rows.groups:  # if not in place, `__call__` has added the terms
+        # If the product is not added in place, `super().add_to` has called `__call__`, which adds the adapters' terms.
+        if self.adds_in_place and self._rows.groups:
             self._add(hidden, x)
         return hidden
 

@@ -49,11 +49,13 @@ def prepare(options: RunnerOptions, ranks: Ranks) -> PreparedModel:
         ConfigError: as for `load_runner`.
     """
     device = find_device(options.device)
-    # If ranks divide the layers, each rank moves its part from the host: no device ever holds the whole model.
+    # A model that ranks divide is loaded on the host: each rank then moves only its own part to its device, whose
+    # memory may be too small for the whole model.
     loaded = load_model(options, on_host=ranks.divides_layers)
     with LOADING.shared():
         prepared = _prepared(loaded, options, ranks, device)
-    # A fused pass that cannot be used has already moved the weights out of the model, so they must be read again.
+    # If the fused forward pass cannot be used, the weights have been moved out of the model already, so the model is
+    # loaded again without that pass.
     return prepared or prepare(replace(options, fused=False), ranks)
 
 
@@ -83,7 +85,8 @@ def _prepared(loaded: LoadedModel, options: RunnerOptions, ranks: Ranks, device:
             return None
     if forward is None:
         if not options.self_check:
-            layers = local = _masked(loaded.model, where)  # this rank has all layers: only the fused pass divides them
+            # Without the fused forward pass no rank divides the model, so this rank's layers are all layers.
+            layers = local = _masked(loaded.model, where)
         forward = TransformersForward(loaded.model)
     facts = _facts(loaded, forward.name, local, options, counts)
     if adapters is not None:

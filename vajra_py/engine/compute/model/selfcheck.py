@@ -49,7 +49,7 @@ class SelfCheck:
             """Layer facts with narrow windows."""
             try:
                 self._expected = _reference(loaded, self._routing)
-            except Exception as error:  # a foreign model may raise anything
+            except Exception as error:  # the model's own code may raise any exception
                 reason = f"its own forward pass failed with {type(error).__name__}: {error}"
                 raise unsupported(f"model {loaded.where}", loaded.model, reason) from error
 
@@ -61,7 +61,7 @@ class SelfCheck:
         with _narrowed(self._loaded):
             try:
                 actual = _paged(self._loaded, forward, layers, device, self._routing)
-            except Exception as error:  # a foreign model may raise anything
+            except Exception as error:  # the model's own code may raise any exception
                 return f"its forward pass over paged memory failed with {type(error).__name__}: {error}"
         if not forward.has_head:  # only the last pipeline stage has logits to compare
             return None
@@ -104,7 +104,8 @@ def _paged(
     tokens = [ids.to(device) for ids in _tokens(loaded)]
     tables = [[7, 2, 11], [4, 0, 9, 1, 6], [3, 10]]
     memory = KvMemory(layers, (12, 0, _BLOCK), loaded.dtype, device)
-    for k_cache, v_cache in memory.caches:  # so that reading KV that no step has written changes the logits
+    # With large values in the unwritten memory, a read of KV that no step has written changes the logits.
+    for k_cache, v_cache in memory.caches:
         k_cache.fill_(1e3)
         v_cache.fill_(1e3)
     found: list[list[torch.Tensor]] = [[], [], []]

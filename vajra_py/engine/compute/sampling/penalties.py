@@ -80,7 +80,8 @@ def apply_penalties(logits: torch.Tensor, parameters: np.ndarray, histories: His
     counts = seen >> 1
     part = logits[places]
     scaled = torch.where(part > 0, part / repetition, part * repetition)
-    # A scaled logit may overflow, and the sampler subtracts logits: the difference of two infinite ones is NaN.
+    # A finite logit may overflow when it is scaled, so it is clamped: the sampler subtracts logits, and infinity minus
+    # infinity is NaN.
     scaled = torch.where(part.isfinite(), scaled.clamp_(-_LARGEST, _LARGEST), part)
     part = torch.where(seen > 0, scaled, part)
     part -= frequency * counts + presence * (counts > 0)

@@ -237,8 +237,8 @@ def draw(logits: torch.Tensor, parameters: Doubles) -> torch.Tensor:
     scores = (logits - logits.amax(-1, keepdim=True)) / to_device(temperature, logits.device).unsqueeze(-1)
     cumulated = torch.softmax(truncate(scores, parameters), -1).double().cumsum_(-1)
     numbers = to_device(parameters[:, Column.NUMBER].copy(), logits.device)
-    # `right=True` skips tokens of probability 0. Rounding may make the last entry differ from 1, so targets are scaled
-    # by it: none then lies beyond the last token.
+    # `right=True` skips tokens of probability 0. Rounding may make the last cumulated entry differ from 1, so the
+    # targets are scaled by that entry: no target then lies beyond the last token.
     targets = (numbers.unsqueeze(-1) * cumulated[:, -1:]).minimum(cumulated[:, -1:] * (1.0 - 1e-12))
     return torch.searchsorted(cumulated, targets, right=True).squeeze(-1).clamp_max_(logits.shape[1] - 1)
 

@@ -76,7 +76,8 @@ class CudaCapture:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may use their devices meanwhile: only errors of this thread may end the capture.
+        # Other threads of this process may use their own devices during the capture. In mode "thread_local", their CUDA
+        # calls do not make the capture fail.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             run()
         return graph.replay
@@ -124,7 +125,7 @@ class DecodeGraphs:
         graphs = cls(forward, caches, state, vocab_size, largest)
         started = time.perf_counter()
         try:
-            # Capture the largest size first, so that the memory it takes in the pool suffices for the others.
+            # The largest size is captured first, so that its memory in the pool suffices for the other sizes.
             for size in sorted(graphs._graphs, reverse=True):
                 graph = graphs._graphs[size]
                 graph.replay = capture(lambda graph=graph: graphs._run(graph))  # type: ignore[misc]
@@ -197,14 +198,15 @@ class DecodeGraphs:
         return DecodeGraph(longs, kv_lens, metadata)
 
     def _run(self, graph: DecodeGraph) -> None:
-        # How decode attention divides the KV depends on lengths, so each replay must compute it anew: the memo is
-        # cleared, so that this computation is captured too.
+        # How decode attention splits the KV depends on the lengths, so each replay must compute the split again.
+        # Clearing the memo makes the capture include this computation.
         graph.metadata.memo.decode_plans.clear()
         positions, _, places = graph.longs
         size, last_tokens = graph.kv_lens.shape[0], self._state.last_tokens
         token_ids = last_tokens.index_select(0, places)
         logits = self._forward(token_ids, positions, self._rows[:size], graph.metadata, self._caches)
-        if self._logits is None:  # true only in the first warm-up, so the buffer is in no graph's pool
+        # The first warm-up allocates the buffer, before any capture, so the buffer lies in no graph's memory pool.
+        if self._logits is None:
             self._logits = torch.zeros(self._shape, dtype=logits.dtype, device=logits.device)
         self._logits[:size].copy_(logits)
         tokens = likeliest_tokens(logits)

@@ -31,7 +31,7 @@ one concurrent with them in each direction."""
 def usable_bytes(device: torch.device, fraction: float, weight_bytes: int) -> int:
     """Return the number of bytes that KV memory and a step's buffers may take together."""
     if device.type == "cpu":
-        # Weights are loaded already, so the free bytes lack theirs: add them before taking the fraction.
+        # The weights are loaded, so they are not free memory: their bytes are added before the fraction is taken.
         return int((free_host_bytes() + weight_bytes) * fraction) - weight_bytes
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -45,8 +45,8 @@ def step_bytes(facts: ModelFacts, config: Any, options: RunnerOptions, device: t
     logits = rows * facts.vocab_size * _LOGIT_COPIES * 4
     if device.type == "cpu":
         return activations + logits
-    # A GPU also holds partial results of attention, and in the private memory of graphs a second set of activations
-    # and logits.
+    # A GPU also holds partial results of attention. CUDA graphs have a memory pool of their own, with a second set of
+    # activations, logits and partial results.
     partial_results = (MAX_PIECES + options.max_requests) * facts.num_query_heads * (facts.head_dim + 1) * 4
     graph_rows = min(options.max_graph_rows, options.max_requests)
     graphs = graph_rows * (_token_bytes(facts, config) + facts.vocab_size * 2 * 4)

@@ -296,7 +296,8 @@ class TorchRunner:
         try:
             computed = self._computed(step, memory)
         except _ROW_ERRORS as error:
-            if not self._ranks.is_alone:  # the other ranks did not fail, and would not compute the rows again
+            # With several ranks, rows cannot be computed again: the other ranks did not fail, and would not take part.
+            if not self._ranks.is_alone:
                 raise
             self._state.num_computed[:] = before
             computed = self._apart(step, memory, error)
@@ -312,7 +313,7 @@ class TorchRunner:
         return done
 
     def _computed(self, step: StepInput, memory: KvMemory) -> Computed:
-        # With groups, decodes are chunks, too: without chunks, only other groups compute rows of this step.
+        # With KV-parallel groups, decodes are chunks too. Without chunks, only other groups compute in this step.
         if self._ranks.groups is not None and not step.chunks:
             return Computed(np.empty(0, np.int64), torch.empty(0, dtype=torch.int64))
         if self._faults:
@@ -459,17 +460,15 @@ class TorchRunner:
         starts = ends - batch.query_lens
         sampled = batch.sampled_rows
         wanted = [(int(starts[k]) + i, k, one) for k, ones in batch.followers.items() for i, one in enumerate(ones)]
-        most = 2 * min(
-            self._options.max_requests, self._options.max_step_tokens
-        )  # the logits of so many rows, with their copies, fit into the memory reserved for sampling (`_LOGIT_COPIES`)
+        # The logits of this many rows, with their copies, fit into the memory reserved for sampling (`_LOGIT_COPIES`).
+        most = 2 * min(self._options.max_requests, self._options.max_step_tokens)
         if self._ranks.stage.count > 1 or self._ranks.groups is not None:
-            most = len(wanted)  # the other ranks make one pass, so this rank must, too
+            most = len(wanted)  # the other ranks make one pass, so this rank must make one, too
         found: torch.Tensor | None = None
         for begin in range(0, len(wanted), most):
             piece = wanted[begin : begin + most]
-            rows = np.union1d(sampled, [row for row, _, _ in piece]).astype(
-                np.int64
-            )  # sorted, as forward passes expect
+            # `union1d` sorts the rows, as `searchsorted` and a forward pass over all rows need.
+            rows = np.union1d(sampled, [row for row, _, _ in piece]).astype(np.int64)
             logits = self._logits(inputs, to_device(rows, self._model.device), memory)
             if found is None:
                 found = logits[to_device(np.searchsorted(rows, sampled), self._model.device)]
