@@ -422,7 +422,9 @@ class Builder(PlanDraft):
         step.
         """
         memory, size, last, rules = self._memory, self._memory.block_size, self._drafted_before, self._draft_rules
-        if last is not None and rules is not None and rules.keeps_blocks and last.requests == order:
+        if last is not None and last.requests != order:
+            last = None
+        if last is not None and rules is not None and rules.keeps_blocks:
             held = last.num_held_blocks
         else:
             held = list(map(memory.num_held_blocks, order))
@@ -443,7 +445,13 @@ class Builder(PlanDraft):
             kept[place] = max(held[place], -(-to_keep[place] // size))
             held[place] = end
         if self._options.cache_at_schedule:
-            filled = [place for place, count in enumerate(known) if count % size < self._most_advance]
+            if self._running_set.unverified:  # `Replica.verify` has cached all blocks but those the newest token fills
+                filled = [place for place, count in enumerate(known) if not count % size]
+            elif last is not None:  # the last step has cached all blocks up to its first token
+                before = last.num_computed
+                filled = [p for p, (new, old) in enumerate(zip(known, before, strict=True)) if new // size > (old + 1) // size]
+            else:
+                filled = [place for place, count in enumerate(known) if count % size < self._most_advance]
             memory.cache_each([order[place] for place in filled], [known[place] for place in filled])
         return kept, held
 
