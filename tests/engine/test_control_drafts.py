@@ -94,15 +94,16 @@ PARAMETERS = [
 
 def test_a_real_model_gives_the_same_tokens(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vajra_py import LLM
-    from vajra_py.runtime.requests.request import add_outputs
+    from vajra_py.runtime.requests.request import DraftedOutputs
 
     counted: list[tuple[int, int]] = []
 
-    def counting(requests: Any, num_drafts: list[int], num_accepted: list[int], num_new: int, tick: int) -> list[int]:
-        counted.extend(zip(num_drafts, num_accepted, strict=True))
-        return add_outputs(requests, num_drafts, num_accepted, num_new, tick)
+    class Counting(DraftedOutputs):
+        def add(self, requests: Any, num_drafts: Any, num_accepted: Any, num_new: int, tick: int) -> None:
+            counted.extend(zip(num_drafts, num_accepted, strict=True))
+            super().add(requests, num_drafts, num_accepted, num_new, tick)
 
-    monkeypatch.setattr("vajra_py.runtime.serving.replica.add_outputs", counting)
+    monkeypatch.setattr("vajra_py.runtime.serving.replica.DraftedOutputs", Counting)
     rng = np.random.default_rng(0)
     prompts = [(rng.integers(5, 60, size=6).tolist() * 5)[: int(rng.integers(10, 30))] for _ in range(6)]
 

@@ -25,7 +25,7 @@ from vajra_py.metrics.tables.recorder import token_times
 from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.runtime.kv.block_hashes import output_segment
 from vajra_py.runtime.records.draft_log import DRAFTS_FILE
-from vajra_py.runtime.requests.request import Request, add_outputs
+from vajra_py.runtime.requests.request import DraftedOutputs, Request
 from vajra_py.runtime.step.builder_options import DraftRules
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.acceptance import AcceptedInTrace, RatesByPosition, read_acceptance
@@ -340,10 +340,10 @@ def accepted_by(acceptance: RatesByPosition, lengths: Sequence[int]) -> list[int
     """Drafts that are accepted of a lone request, with so many drafts in turn."""
     world = harness(None, None)
     request = world.submit("a", num_prompt_tokens=1, num_output_tokens=400, max_tokens=400)
-    found = []
+    found, outputs = [], DraftedOutputs()
     for count in lengths:
         found.append(acceptance.num_accepted(request, count))
-        add_outputs([request], [0], [found[-1]], 1, 0)
+        outputs.add([request], [0], [found[-1]], 1, 0)
     return found
 
 

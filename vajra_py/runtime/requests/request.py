@@ -154,6 +154,27 @@ class CountedTokens(NamedTuple):
     num_accepted: int
 
 
+class SharedSteps:
+    """Steps of decodes with drafts that decode together in every step, kept once for all of these requests.
+
+    Attributes:
+        requests: the requests; empty once no further step is added.
+        steps: for each step, the fields of `CountedTokens`; the numbers of drafts are columns with one entry per
+            request.
+    """
+
+    __slots__ = ("requests", "steps")
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self.steps: list[tuple[int, int, Sequence[int], Sequence[int]]] = []
+
+    def steps_of(self, place: int, first: int) -> list[CountedTokens]:
+        """Return the steps from index `first` on of the request at index `place`."""
+        steps = self.steps[first:]
+        return [CountedTokens(tick, num_new, each[place], accepted[place]) for tick, num_new, each, accepted in steps]
+
+
 class SharedCounters(Protocol):
     """Counters shared by requests that decode together."""
 
@@ -192,6 +213,7 @@ class Request(_Stated):
         "_offset",
         "_output",
         "_pool",
+        "_shared",
         "_steps",
         "_token_log",
         "admission",
@@ -249,6 +271,8 @@ class Request(_Stated):
         self.num_cached_tokens = 0
         self._steps: list[CountedTokens] | None = None
         """Steps whose tokens are counted, but not entered in `_token_log` and `_draft_log` (rarely read) yet."""
+        self._shared: tuple[SharedSteps, int, int] | None = None
+        """Shared steps that follow `_steps`: (the steps, the request's index, index of the first step not entered)."""
         self._num_drafted = self._num_accepted = 0
         self._draft_log: list[int] | None = None
         """The entries of `draft_log`, flattened."""
@@ -436,16 +460,31 @@ class Request(_Stated):
         that token.
         """
         assert self._pool is None
-        if self._steps is None:
-            self._steps = []
-        self._steps.append(CountedTokens(tick, 0, num_drafts, num_accepted))
+        self._own_steps().append(CountedTokens(tick, 0, num_drafts, num_accepted))
         self._output += num_accepted
         if self.state is RequestState.RUNNING:  # otherwise the request was preempted: it has no KV
             self._computed += num_accepted
 
+    def _own_steps(self) -> list[CountedTokens]:
+        """Return the list of steps to which a step of this request alone is added; ends its shared steps, for all
+        requests.
+        """
+        steps = self._steps
+        if steps is None:
+            steps = self._steps = []
+        if self._shared is not None:
+            shared, place, first = self._shared
+            steps += shared.steps_of(place, first)
+            shared.requests, self._shared = (), None
+        return steps
+
     def _enter_steps(self) -> None:
         """Enter in the logs the tokens that were counted since the logs were last read, if there are any."""
         steps = self._steps
+        if self._shared is not None:
+            shared, place, first = self._shared
+            steps = [*(steps or ()), *shared.steps_of(place, first)]
+            self._shared = shared, place, len(shared.steps)
         if not steps:
             return
         self._steps = None
@@ -505,29 +544,49 @@ def count_planned(requests: Sequence[Request]) -> None:
         request._computed += 1
 
 
-def add_outputs(
-    requests: Sequence[Request], num_drafts: Sequence[int], num_accepted: Sequence[int], num_new: int, tick: int
-) -> list[int]:
-    """Count the tokens that a step at this tick produced for decodes; return the number of known tokens of each
-    request.
+def num_known_of(requests: Sequence[Request]) -> list[int]:
+    """Return the number of known tokens of each of these requests, which must not be in a decode pool."""
+    return [one.num_prompt_tokens + one._output for one in requests]
 
-    Each request gets its accepted drafts, after one more token that is counted here if `num_new` is 1 and was counted
-    before if it is 0. All is done in one loop over the requests' fields, because every decode of a step with drafts is
-    counted here.
-    """
-    most_drafts, most_accepted = max(num_drafts, default=0), max(num_accepted, default=0)
-    counted = [  # indexed by number of drafts, then by number of accepted drafts
-        [CountedTokens(tick, num_new, drafts, accepted) for accepted in range(most_accepted + 1)]
-        for drafts in range(most_drafts + 1)
-    ]
-    num_known = list[int]()
-    for request, drafts, accepted in zip(requests, num_drafts, num_accepted, strict=True):
-        steps = request._steps
-        if steps is None:
-            steps = request._steps = []
-        steps.append(counted[drafts][accepted])
-        request._output = num_outputs = request._output + num_new + accepted
-        request._computed += accepted
-        request.end_epoch -= num_new + accepted
-        num_known.append(request.num_prompt_tokens + num_outputs)
-    return num_known
+
+class DraftedOutputs:
+    """Counts the tokens of a replica's decodes with drafts."""
+
+    def __init__(self) -> None:
+        self._shared = SharedSteps(())
+
+    def add(
+        self,
+        requests: Sequence[Request],
+        num_drafts: Sequence[int],
+        num_accepted: Sequence[int],
+        num_new: int,
+        tick: int,
+    ) -> None:
+        """Count the tokens that a step at this tick produced for decodes.
+
+        Each request gets its accepted drafts, after one more token that is counted here if `num_new` is 1 and was
+        counted before if it is 0. The columns must not change afterwards. All is done in loops over the requests'
+        fields, because every decode of a step with drafts is counted here; requests that were also those of the last
+        call share one entry for the step.
+        """
+        shared = self._shared
+        if requests and shared.requests == requests:
+            if not shared.steps:
+                for place, request in enumerate(requests):
+                    request._own_steps()
+                    request._shared = shared, place, 0
+            shared.steps.append((tick, num_new, num_drafts, num_accepted))
+        else:
+            self._shared = SharedSteps(list(requests))
+            for request, drafts, accepted in zip(requests, num_drafts, num_accepted, strict=True):
+                request._own_steps().append(CountedTokens(tick, num_new, drafts, accepted))
+        if any(num_accepted):
+            for request, accepted in zip(requests, num_accepted, strict=True):
+                request._output += num_new + accepted
+                request._computed += accepted
+                request.end_epoch -= num_new + accepted
+        elif num_new:
+            for request in requests:
+                request._output += num_new
+                request.end_epoch -= num_new

@@ -39,7 +39,7 @@ from vajra_py.runtime.requests.decode_pool import DecodePool
 from vajra_py.runtime.requests.kv_inputs import KvNews
 from vajra_py.runtime.requests.lifecycle import MOVED, Lifecycle, PinSeconds
 from vajra_py.runtime.requests.listeners import NOBODY, Listeners
-from vajra_py.runtime.requests.request import Request, RequestState, add_outputs
+from vajra_py.runtime.requests.request import DraftedOutputs, Request, RequestState, num_known_of
 from vajra_py.runtime.requests.running_set import RunningSet, StateView, Unverified
 from vajra_py.runtime.step.builder import Builder
 from vajra_py.runtime.step.builder_options import BuilderOptions, IllegalPlan
@@ -100,6 +100,7 @@ class Replica:
         "_awaits_reports",
         "_cache_at_end",
         "_connected",
+        "_drafted_outputs",
         "_end_watchers",
         "_eviction_watchers",
         "_has_drafts",
@@ -158,6 +159,7 @@ class Replica:
         self.builder = Builder(self.running_set, parts.latency, self.lifecycle, parts.options)
         drafts = parts.options.drafts
         self._has_drafts = drafts is not None
+        self._drafted_outputs = DraftedOutputs()
         self._publishes_late = drafts is not None and drafts.publishes_late and parts.options.cache_at_schedule
         if self._has_drafts:
             self.builder.use_drafts(parts.executor)
@@ -761,7 +763,8 @@ class Replica:
             if begin < place:
                 usual = slice(begin, place)
                 counts = num_accepted[usual]
-                self._publish(requests[usual], counts, add_outputs(requests[usual], num_drafts[usual], counts, 0, now))
+                self._drafted_outputs.add(requests[usual], num_drafts[usual], counts, 0, now)
+                self._publish(requests[usual], counts)
             if place < len(requests):
                 ended += self._verify_apart(requests[place], num_drafts[place], num_accepted[place], now)
             begin = place + 1
@@ -954,7 +957,7 @@ class Replica:
             else:
                 num_drafts = [0 if one in opened else n for one, n in zip(requests, num_drafts, strict=True)]
             self.running_set.unverified.update(opened)
-        num_known = add_outputs(requests, num_drafts, num_accepted, 1, now)
+        self._drafted_outputs.add(requests, num_drafts, num_accepted, 1, now)
         if not (result.is_ahead or (rules is not None and rules.keeps_blocks)):
             for request, (_, num_kept_blocks, is_padding, _) in plan.drafts.items():
                 if request not in without:
@@ -962,15 +965,15 @@ class Replica:
                     self.memory.shrink(request, max(num_kept_blocks, num_blocks))
         if not self._publishes_late and len(opened) < len(requests):
             num_accepted = [-1 if one in opened else count for one, count in zip(requests, num_accepted, strict=True)]
-            self._publish(requests, num_accepted, num_known)
+            self._publish(requests, num_accepted)
         return [one for one in requests if one.end_epoch <= 0 and one not in opened]
 
-    def _publish(self, requests: Sequence[Request], num_accepted: Sequence[int], num_known: Sequence[int]) -> None:
+    def _publish(self, requests: Sequence[Request], num_accepted: Sequence[int]) -> None:
         """Cache the blocks that accepted drafts have filled; the newest of the known tokens is not computed yet."""
         size = self.memory.block_size
         filled = [  # requests with a block that may be full now
             (request, known - 1)
-            for request, accepted, known in zip(requests, num_accepted, num_known, strict=True)
+            for request, accepted, known in zip(requests, num_accepted, num_known_of(requests), strict=True)
             if (known - 1) % size <= accepted
         ]
         if filled:
