@@ -425,9 +425,12 @@ class SteppedRestarter:
         self._left: dict[ReplicaKey, int] = {}
         self._max = max_restarts
         self._replace = replace
+        self.losses: list[bool] = []
+        """For each loss, whether the worker had completed a step."""
 
-    def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
+    def lost(self, replica: ReplicaKey, worker: Worker, *, has_computed: bool) -> bool:
         """See `Restarter`."""
+        self.losses.append(has_computed)
         left = self._left[replica] = self._left.get(replica, self._max) - 1
         if left < 0:
             return False

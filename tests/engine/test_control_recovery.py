@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.fake_runner import FakeRunner, SteppedWorld, expected_output
+from tests.engine.fake_runner import FakeRunner, SteppedRestarter, SteppedWorld, expected_output
 from vajra_py.config import PolicyChoice, config_from_mapping
 from vajra_py.contract import Layer
 from vajra_py.engine.compute import RunnerOptions
@@ -138,6 +138,15 @@ def test_requests_wait_for_the_only_replica_to_come_back(hollow_model: Path, tmp
     check_outputs(made, tmp_path / "run")
     check_nothing_is_left(made)
     assert replay(tmp_path / "run").is_equal
+
+
+def test_a_worker_lost_in_its_first_step_has_computed_nothing(hollow_model: Path, tmp_path: Path) -> None:
+    recovery = {"max_reruns": 9, "max_restarts": 9}
+    mapping = experiment(hollow_model, "round_robin", "fixed_chunk", recovery, num_replicas=1)
+    _, made = run_it(mapping, {0: [20, 1, 1, 6]}, tmp_path / "run")
+    assert made.loop is not None
+    assert isinstance(made.loop.restarter, SteppedRestarter)
+    assert made.loop.restarter.losses == [True, False, False, True]
 
 
 def test_losses_that_are_nobodys_fault_use_up_nobodys_reruns(hollow_model: Path, tmp_path: Path) -> None:

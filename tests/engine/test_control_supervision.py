@@ -36,7 +36,6 @@ class Trial:
         self.pauses: list[float] = []
         self.fails = False
         self.outcomes: SimpleQueue[Outcome] = SimpleQueue()
-        self.num_steps = 0
         limits = RestartLimits(max_restarts, 0.5, 60.0)
         self.supervisor = Supervisor(
             limits, self._begin, lambda *_: None, self.outcomes.put, self._pause, lambda: self.now_s
@@ -53,10 +52,10 @@ class Trial:
         return False
 
     def lose(self, after_steps: int, after_s: float = 0.0) -> Outcome | None:
-        self.num_steps += after_steps
         self.now_s += after_s
         worker: Any = FakeWorker()
-        return self.outcomes.get(timeout=30) if self.supervisor.lost(KEY, worker, self.num_steps) else None
+        comes_back = self.supervisor.lost(KEY, worker, has_computed=after_steps > 1)
+        return self.outcomes.get(timeout=30) if comes_back else None
 
 
 def test_a_replica_that_computes_is_started_again_however_often_it_is_lost() -> None:

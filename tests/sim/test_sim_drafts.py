@@ -94,9 +94,9 @@ def test_drafts_are_cut_where_even_an_empty_memory_has_no_room_for_them(lookahea
 def test_no_drafts_are_looked_for_where_none_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def num_drafts(executor: SimulatedExecutor, request: Request, at_most: int) -> int:
-        asked.append(at_most)
-        return at_most
+    def num_drafts(executor: SimulatedExecutor, requests: Sequence[Request], at_most: int) -> list[int]:
+        asked.extend([at_most] * len(requests))
+        return [at_most] * len(requests)
 
     monkeypatch.setattr(SimulatedExecutor, "num_drafts", num_drafts)
     world = harness(acceptance=NONE)

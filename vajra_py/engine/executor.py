@@ -121,10 +121,13 @@ class EngineExecutor:
         """Return the number of tokens after which the request ends, if its submission states it; else None."""
         return self._submissions[request].num_output_tokens
 
-    def num_drafts(self, request: Request, at_most: int) -> int:
-        """See `Executor`; return the number of drafts that the lookup finds, or `at_most` if that is smaller.
+    def num_drafts(self, requests: Sequence[Request], at_most: int) -> Sequence[int]:
+        """See `Executor`."""
+        return [self._num_drafts(one, at_most) for one in requests]
 
-        Return 0 for requests of which several tokens cannot be verified in one step.
+    def _num_drafts(self, request: Request, at_most: int) -> int:
+        """Return the number of drafts that the lookup finds, or `at_most` if that is smaller; 0 for a request of which
+        several tokens cannot be verified in one step.
         """
         submission = self._submissions[request]
         if self._ngrams is None or not may_have_drafts(submission.output.sampling):

@@ -463,6 +463,7 @@ class EngineLoop(Backend[EngineReplica]):
     def on_step_end(self, replica: EngineReplica, payload: StepOutput) -> None:
         """See `Backend`."""
         plan = replica.under_way.popleft().plan
+        replica.has_computed = True
         replica.compute_s += payload.duration_s
         replica.busy_ticks += self.now - plan.formed_at
         result = replica.executor.step_result(payload, _withheld(replica.replica, plan))
@@ -491,8 +492,9 @@ class EngineLoop(Backend[EngineReplica]):
         computed = [one.executor.requests_of(step.parts[0]) for step in one.under_way]
         blamed = list(dict.fromkeys(chain.from_iterable(computed)))
         self._take_up_deferred()
-        if self.restarter is not None and self.restarter.lost((name, replica_id), one.worker, one.replica.num_steps):
-            self._outages.restarting.add((name, replica_id))
+        key, restarter = (name, replica_id), self.restarter
+        if restarter is not None and restarter.lost(key, one.worker, has_computed=one.has_computed):
+            self._outages.restarting.add(key)
         self._check_failed(detail)
         max_reruns = self._options.max_reruns if self._outages.could_serve(name) else None
         # A request that was computed alone has caused the failure. Every request that was being computed becomes a

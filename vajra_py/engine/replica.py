@@ -82,6 +82,7 @@ class EngineReplica(BackendReplica):
         watch: time limit for the worker's steps; None: no limit.
         under_way: steps in flight, in order: one, or up to the number of pipeline stages.
         is_lost: True if the worker is lost and not replaced yet.
+        has_computed: True if the worker has completed a step.
         num_stale: number of outstanding answers to cancelled steps.
         compute_s: total time of its steps on the device, in seconds.
         busy_ticks: total time from forming steps to processing their results, in ticks.
@@ -94,6 +95,7 @@ class EngineReplica(BackendReplica):
     watch: StepWatch | None = None
     under_way: deque[StepUnderWay] = field(default_factory=deque)
     is_lost: bool = False
+    has_computed: bool = False
     num_stale: int = 0
     compute_s: float = 0.0
     busy_ticks: int = 0
@@ -135,7 +137,7 @@ class EngineReplica(BackendReplica):
 
     def start_again(self, worker: Worker) -> None:
         """Continue with a new worker, which has no state."""
-        self.worker, self.is_lost = worker, False
+        self.worker, self.is_lost, self.has_computed = worker, False, False
         self.executor.start_again()
         self.exports.clear()
         if self.ahead is not None:

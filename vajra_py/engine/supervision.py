@@ -43,8 +43,8 @@ Outcome: TypeAlias = Restarted | GivenUp
 class Restarter(Protocol):
     """Provider of a new worker for a replica that lost its own."""
 
-    def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
-        """Handle the loss of `worker` in step `num_steps` of the replica (the first is 1; 0: before the first).
+    def lost(self, replica: ReplicaKey, worker: Worker, *, has_computed: bool) -> bool:
+        """Handle the loss of `worker`, which has completed a step if `has_computed` is True.
 
         Return True if a replacement is started; the outcome of all attempts together is then reported once.
         """
@@ -87,8 +87,6 @@ class _Record:
     num_pauses: int = 0
     """Number of pauses since the last reset."""
     up_since: float = 0.0
-    num_steps: int = 0
-    """Number of steps of the replica at its last loss."""
 
 
 class Supervisor:
@@ -120,16 +118,13 @@ class Supervisor:
         self._pause = pause or self._closing.wait
         self._now = now
 
-    def lost(self, replica: ReplicaKey, worker: Worker, num_steps: int) -> bool:
+    def lost(self, replica: ReplicaKey, worker: Worker, *, has_computed: bool) -> bool:
         """See `Restarter`."""
         record = self._records.setdefault(replica, _Record(up_since=self._now()))
-        # The worker's first step was step `record.num_steps + 1`. If the loss came in a later step, the start has not
-        # failed.
-        if num_steps > record.num_steps + 1:
+        if has_computed:  # then the start has not failed
             record.num_failed = 0
         if self._now() - record.up_since >= self._limits.settled_s:
             record.num_failed = record.num_pauses = 0
-        record.num_steps = num_steps
         comes_back = record.num_failed < self._limits.max_restarts
         target = self._replace if comes_back else self._discard
         name = f"vajra-restart-{replica[0]}-{replica[1]}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from vajra_py.config import SystemConfig, naming_lines
@@ -31,9 +31,9 @@ class _Servers:
         """See `Executor`."""
         return None
 
-    def num_drafts(self, request: Request, at_most: int) -> int:
+    def num_drafts(self, requests: Sequence[Request], at_most: int) -> Sequence[int]:
         """See `Executor`; servers draft for themselves."""
-        return 0
+        return [0] * len(requests)
 
     def withheld_token(self, request: Request) -> StepResult:
         """See `Executor`; the router never withholds a token."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -196,9 +196,9 @@ class SimulatedExecutor:
         ]
         return StepResult(accepted={one: self._acceptance.num_accepted(one, count) for one, count in drafts})
 
-    def num_drafts(self, request: Request, at_most: int) -> int:
-        """Return `at_most`, since any number of drafts can be simulated."""
-        return at_most
+    def num_drafts(self, requests: Sequence[Request], at_most: int) -> Sequence[int]:
+        """Return `at_most` for each request, since any number of drafts can be simulated."""
+        return [at_most] * len(requests)
 
     def known_output_tokens(self, request: Request) -> int | None:
         """Return the true output length; None if it was not set."""

@@ -159,16 +159,23 @@ class _Executor:
         """See `Executor`."""
         return None
 
-    def num_drafts(self, request: Request, at_most: int) -> int:
+    def num_drafts(self, requests: Sequence[Request], at_most: int) -> Sequence[int]:
         """See `Executor`."""
         if self.is_unseen:
-            return at_most
-        newest = self.newest.get(request)
-        if newest is not None:
-            count = len(newest)
-            return count if count < at_most else at_most
+            return [at_most] * len(requests)
+        found = list(map(self.newest.get, requests))
+        counts = [len(tokens) for tokens in found if tokens is not None]
+        if len(counts) == len(found):
+            return counts if max(counts) <= at_most else [min(count, at_most) for count in counts]
+        return [
+            min(len(self._earlier(one) if tokens is None else tokens), at_most)
+            for one, tokens in zip(requests, found, strict=True)
+        ]
+
+    def _earlier(self, request: Request) -> Sequence[int]:
+        """Return the tokens that were proposed for the request's next tokens before the newest proposals, if any."""
         place, tokens = self.proposals.get(request, _NO_PROPOSAL)
-        return min(len(tokens), at_most) if place == request.num_output_tokens else 0
+        return tokens if place == request.num_output_tokens else ()
 
     def withheld_token(self, request: Request) -> StepResult:
         """See `Executor`."""
@@ -408,7 +415,7 @@ class Mechanism(Backend[_VllmReplica]):
             if one.plan is not None:
                 self._turn = None  # the step in flight must end in a later turn than this one
             if self.note is not None:
-                counts = sorted((request.index, count) for request, count in num_drafts.items())
+                counts = sorted((request.index, count) for request, count in num_drafts.items() if count)
                 place = self.replica.replicaset, self.replica.replica_id
                 self.note(Verification(self.now, *place, plan.step_index, counts))
             self._driver.verify(one, num_drafts)

@@ -22,7 +22,7 @@ class TakenTokens(NamedTuple):
 
     Attributes:
         outputs: messages for each client, by its index.
-        accepted: number of accepted drafts of each request with any.
+        accepted: numbers of accepted drafts; requests without any may be left out.
     """
 
     outputs: dict[int, list[EngineCoreOutput]]
@@ -103,7 +103,7 @@ class SteadyTokens:
                 outputs.setdefault(client, []).append(one)
         accepted = {}
         if most > 1:
-            accepted = {one: count - 1 for one, count in zip(batch.requests, counts, strict=True) if count > 1}
+            accepted = dict(zip(batch.requests, [count - 1 for count in counts], strict=True))
         return TakenTokens(outputs, accepted)
 
     def owners(self, names: list[str]) -> Sequence[Request] | None:

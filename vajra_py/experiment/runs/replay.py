@@ -200,8 +200,7 @@ def replay(path: Path, registry: Registry | None = None) -> ReplayReport:
     if difference is None and error is not None and _status(path) == FINISHED:
         difference = f"the replay ended otherwise than the run: {error}"
     num_steps = sum(map(len, recording.durations.values()))
-    num_requests = sum(isinstance(one, Arrival) for one in recording.inputs)
-    return ReplayReport(num_steps, num_requests, difference)
+    return ReplayReport(num_steps, sum(isinstance(one, Arrival) for one in recording.inputs), difference)
 
 
 def _status(path: Path) -> str:
@@ -289,11 +288,12 @@ class _RecordedExecutor(SimulatedExecutor):
         is_ahead = plan.step_index in self._late  # accepted drafts are then reported later, by a recorded input
         return StepResult(tokens, frozenset(stopped), failed, {} if is_ahead else accepted, report, is_ahead)
 
-    def num_drafts(self, request: Request, at_most: int) -> int:
-        """Return the recorded number of drafts; `at_most` if drafts stayed on the workers and were not recorded."""
-        output = self._outputs.get(request.index, self._nothing)
-        found = at_most if self._drafts_unseen else output.proposals.get(request.num_output_tokens, 0)
-        return min(found, at_most)
+    def num_drafts(self, requests: Sequence[Request], at_most: int) -> Sequence[int]:
+        """Return the recorded numbers of drafts; `at_most` if drafts stayed on the workers and were not recorded."""
+        if self._drafts_unseen:
+            return [at_most] * len(requests)
+        found = [(self._outputs.get(one.index, self._nothing).proposals, one.num_output_tokens) for one in requests]
+        return [min(at_most, proposals.get(count, 0)) for proposals, count in found]
 
     def _withholds(self, chunk: PlannedChunk, replica_id: int) -> bool:
         return self.replicasets[chunk.request.replicaset].replicas[replica_id].withholds_token(chunk)

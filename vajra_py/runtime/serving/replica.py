@@ -749,7 +749,7 @@ class Replica:
             self._append_tokens(self._late_tokens.popleft())
         before, ended = self.running_set.unverified, list[tuple[Request, EndReason]]()
         self.running_set.unverified = {}
-        requests, num_accepted = list(before), [accepted.get(one, 0) for one in before]
+        requests, num_accepted = list(before), list(map(accepted.get, before, repeat(0)))
         num_drafts = [0 if one.is_padding else one.num_drafts for one in before.values()]
         # Requests at these places may have stopped running or may end now. All others continue to decode outside the
         # pool, and their drafts are counted in bulk.
@@ -943,8 +943,10 @@ class Replica:
             requests, num_drafts = [one for one, _ in entries], [each.num_tokens for _, each in entries]
         num_left = [one.end_epoch - 1 for one in requests]
         num_accepted = [0] * len(requests)
-        if result.accepted:
-            num_accepted = list(map(min, map(result.accepted.get, requests, repeat(0)), num_left))
+        if result.accepted and requests:
+            num_accepted = list(map(result.accepted.get, requests, repeat(0)))
+            if max(num_accepted) > min(num_left):
+                num_accepted = list(map(min, num_accepted, num_left))
         opened: dict[Request, Unverified] = {}  # requests whose accepted drafts are counted later, by `verify`
         if result.is_ahead:
             made = {count: Unverified(count) for count in set(num_drafts)}

@@ -7,7 +7,6 @@ number of decodes that need a block now.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import repeat
 from typing import Protocol, cast
 
 from vajra_py.contract import BatchFeatures, DecodeStop, PreemptionMode, Refusal, RequestView
@@ -394,7 +393,7 @@ class Builder(PlanDraft):
             return False
         computed = num_computed_of(order)
         num_open = [unverified[one].num_drafts for one in order] if unverified else [0] * len(order)
-        num_drafts = list(map(executor.num_drafts, order, repeat(most)))
+        num_drafts = executor.num_drafts(order, most)
         to_keep = [done + count + 1 for done, count in zip(computed, num_open, strict=True)]
         to_hold = [kept + count + lookahead for kept, count in zip(to_keep, num_drafts, strict=True)]
         if max(to_keep) + most + lookahead > self._most_held:
@@ -449,7 +448,9 @@ class Builder(PlanDraft):
                 filled = [place for place, count in enumerate(known) if not count % size]
             elif last is not None:  # the last step has cached all blocks up to its first token
                 before = last.num_computed
-                filled = [p for p, (new, old) in enumerate(zip(known, before, strict=True)) if new // size > (old + 1) // size]
+                filled = [
+                    p for p, (new, old) in enumerate(zip(known, before, strict=True)) if new // size > (old + 1) // size
+                ]
             else:
                 filled = [place for place, count in enumerate(known) if count % size < self._most_advance]
             memory.cache_each([order[place] for place in filled], [known[place] for place in filled])
@@ -469,7 +470,7 @@ class Builder(PlanDraft):
             most = self._most_held - known
         if not rules.past_max_tokens:
             most = min(most, request.max_tokens - request.num_output_tokens - 1)
-        return executor.num_drafts(request, most) if most > 0 else 0
+        return executor.num_drafts((request,), most)[0] if most > 0 else 0
 
     def _with_lookahead(self, num_tokens: int) -> int:
         """Return the number of tokens for which a request needs blocks, lookahead of drafts included, to compute its

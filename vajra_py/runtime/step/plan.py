@@ -258,9 +258,9 @@ class Executor(Protocol):
         None.
         """
 
-    def num_drafts(self, request: Request, at_most: int) -> int:
-        """Return the number of drafts proposed for a decode's next tokens, at most `at_most`; called only if
-        `replica.draft` allows drafts.
+    def num_drafts(self, requests: Sequence[Request], at_most: int) -> Sequence[int]:
+        """Return, for each of these decodes, the number of drafts proposed for its next tokens, at most `at_most`;
+        called only if `replica.draft` allows drafts.
         """
 
     def withheld_token(self, request: Request) -> StepResult:
