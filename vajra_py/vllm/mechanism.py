@@ -16,7 +16,6 @@ The other modules of the scheduler, except `noted_connector`, use the runtime on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,11 +143,16 @@ class _Executor:
     newest: dict[Request, list[int]] = field(default_factory=dict)
     proposals: dict[Request, tuple[int, list[int]]] = field(default_factory=dict)
 
-    def age(self, known: AbstractSet[Request] = frozenset()) -> None:
-        """Move the newest proposals to `proposals`, but drop those for requests in `known`, which get output now."""
+    def age(self, plan: StepPlan | None = None) -> None:
+        """Move the newest proposals to `proposals`, but drop those for the decodes of `plan`, which get output now."""
         newest, self.newest = self.newest, {}
-        for request in newest.keys() - known if known else newest:
-            self.proposals[request] = request.num_output_tokens, newest[request]
+        drafted = None if plan is None else plan.drafted
+        if drafted is not None and list(newest) == drafted.requests:
+            return
+        known = () if plan is None else set(plan.drafts)
+        for request, tokens in newest.items():
+            if request not in known:
+                self.proposals[request] = request.num_output_tokens, tokens
 
     def proposed(self, request: Request) -> list[int]:
         """Return the tokens proposed last for a request; it must have a proposal."""
@@ -163,17 +167,21 @@ class _Executor:
         """See `Executor`."""
         if self.is_unseen:
             return [at_most] * len(requests)
-        found = list(map(self.newest.get, requests))
-        counts = [len(tokens) for tokens in found if tokens is not None]
-        if len(counts) == len(found):
-            return counts if max(counts) <= at_most else [min(count, at_most) for count in counts]
-        return [
-            min(len(self._earlier(one) if tokens is None else tokens), at_most)
-            for one, tokens in zip(requests, found, strict=True)
-        ]
+        newest = self.newest_of(requests)
+        if newest is None:
+            return [min(len(self._valid(one)), at_most) for one in requests]
+        counts = list(map(len, newest))
+        return counts if max(counts, default=0) <= at_most else [min(count, at_most) for count in counts]
 
-    def _earlier(self, request: Request) -> Sequence[int]:
-        """Return the tokens that were proposed for the request's next tokens before the newest proposals, if any."""
+    def newest_of(self, requests: Sequence[Request]) -> list[list[int]] | None:
+        """Return the newest proposals, by request, if they are for exactly these requests in this order; else None."""
+        return list(self.newest.values()) if list(self.newest) == requests else None
+
+    def _valid(self, request: Request) -> Sequence[int]:
+        """Return the tokens proposed for the request's next tokens; none if its proposal is outdated or missing."""
+        newest = self.newest.get(request)
+        if newest is not None:
+            return newest
         place, tokens = self.proposals.get(request, _NO_PROPOSAL)
         return tokens if place == request.num_output_tokens else ()
 
@@ -437,15 +445,15 @@ class Mechanism(Backend[_VllmReplica]):
     def planned_drafts(self, plan: StepPlan) -> list[list[int]]:
         """Return the draft tokens for each entry of `plan.drafts` as read-only lists; -1 is a place without a draft."""
         places = [[-1] * count for count in range(self.replica.limits.max_draft_tokens + 1)]
-        drafted, executor, newest = plan.drafted, self._executor, self._executor.newest
+        drafted, executor = plan.drafted, self._executor
         if executor.is_unseen:
             counts = [one.num_tokens for one in plan.drafts.values()] if drafted is None else drafted.num_drafts
             return [places[count] for count in counts]
-        if drafted is not None and all(map(newest.__contains__, drafted.requests)):
-            found = list(map(newest.__getitem__, drafted.requests))
-            if list(map(len, found)) == drafted.num_drafts:
-                return found
-            pairs = zip(found, drafted.num_drafts, strict=True)
+        newest = None if drafted is None else executor.newest_of(drafted.requests)
+        if drafted is not None and newest is not None:
+            if list(map(len, newest)) == drafted.num_drafts:
+                return newest
+            pairs = zip(newest, drafted.num_drafts, strict=True)
             return [tokens if len(tokens) == count else tokens[:count] for tokens, count in pairs]
         found = []
         for request, (count, _, is_padding, _) in plan.drafts.items():
@@ -509,7 +517,7 @@ class Mechanism(Backend[_VllmReplica]):
         if self._executor.newest:
             # The step's output makes its requests' proposals useless, so `age` drops these proposals. With a connector,
             # `age` drops no proposal, because a failed load may prevent the output.
-            self._executor.age(set(plan.drafts) if self._connected is None else frozenset())
+            self._executor.age(plan if self._connected is None else None)
         result = StepResult(stopped=stopped, accepted=accepted, report=report, is_ahead=is_ahead)
         self._driver.complete(one, plan, result, at_once=at_once)
 

@@ -206,7 +206,8 @@ class Messages:
         self._counts = dict(zip(self._counts, counts, strict=True))
         self.next.add_decodes(self._counts, new, computed, list(map(add, computed, self._outputs_ahead)))
         tokens = self._mechanism.planned_drafts(plan)
-        self.next.verify({name: each for name, each in zip(self._counts, tokens, strict=True) if each})
+        drafts = dict(zip(self._counts, tokens, strict=True))
+        self.next.verify(drafts if all(tokens) else {name: each for name, each in drafts.items() if each})
         self._last = self._step
 
     def _settle_drafted(self, requests: tuple[Request, ...]) -> None:
