@@ -21,9 +21,7 @@ class DeadlineConfig(PolicyConfig):
     min_deadline_s: float = Field(0.5, gt=0, description="Shortest deadline that is given to a prompt, seconds.")
     use_request_deadlines: bool = Field(
         False,
-        description=(
-            "Let a request's own SLOs replace the formula where it has any: the earlier of its deadline and its TTFT SLO."
-        ),
+        description=("For requests with a deadline or a TTFT SLO, use the earlier of the two instead of the formula."),
     )
 
 

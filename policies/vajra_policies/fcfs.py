@@ -15,7 +15,8 @@ class FcfsConfig(PolicyConfig):
     preempted: Literal["by_arrival", "first"] = Field(
         "by_arrival",
         description=(
-            "Position of preempted requests: by arrival, like all others, or before all that were never preempted, the latest preempted first."
+            "Position of preempted requests: by arrival, like other requests, or before all requests that were "
+            "never preempted (the latest preempted first)."
         ),
     )
 

@@ -26,10 +26,10 @@ class DloraConfig(PreemptiveConfig):
     unmerged_step_s: float = Field(0.027, gt=0, description="Time of a step with several adapters, seconds.")
     switch_s: float = Field(0.02, ge=0, description="Time to merge or unmerge an adapter, seconds.")
     decrease: float = Field(
-        0.05, ge=0, description="Fall of `begin` (rise of `stay`) after a merged (unmerged) phase that served more."
+        0.05, ge=0, description="Fall of `begin` (rise of `stay`) after a merged (unmerged) phase that paid off."
     )
     increase: float = Field(
-        1.1, ge=1, description="Factor by which `begin` grows (`stay` shrinks) after such a phase that served fewer."
+        1.1, ge=1, description="Factor of `begin` (divisor of `stay`) after a merged (unmerged) phase that did not."
     )
     credit_bound: float = Field(10000.0, gt=0, description="Credit at which an adapter goes first, until half is left.")
 

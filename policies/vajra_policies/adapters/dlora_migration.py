@@ -25,11 +25,9 @@ class DloraMigrationConfig(PolicyConfig):
     """Parameters of `dlora_migration`; the defaults are those of the authors' code."""
 
     merged_ratio: float = Field(
-        0.6, gt=0, description="Ratio of the cost of a batch with a single adapter to that of a mixed one."
+        0.6, gt=0, description="Ratio of the cost of a batch with a single adapter to the cost of a mixed batch."
     )
-    load_cost: float = Field(
-        0.01, ge=0, description="Cost of an adapter that is not loaded on a replica, in mixed batches."
-    )
+    load_cost: float = Field(0.01, ge=0, description="Cost added for a replica that lacks the request's adapter.")
     interval_s: float = Field(10.0, gt=0, description="Interval between searches for requests to move, seconds.")
     more_requests: int = Field(
         16, ge=1, description="Number of requests above the mean from which a replica moves some away."

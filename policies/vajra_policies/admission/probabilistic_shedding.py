@@ -24,7 +24,10 @@ class ProbabilisticConfig(SaturationConfig):
 
     protected_priority: int = Field(
         0,
-        description="Priority from which more urgent (lower) requests, and those of this one, are always admitted; llm-d's priorities are the negative of these.",
+        description=(
+            "Requests of this priority and of lower (more urgent) ones are always admitted; llm-d's priorities have "
+            "the opposite sign."
+        ),
     )
     factor: float = Field(300.0, gt=0, description="k of the probability min(1, k * saturation^power).")
     power: float = Field(5.0, gt=0, description="Power of the saturation.")

@@ -31,7 +31,10 @@ class SaturationConfig(PolicyConfig):
     )
     concurrency: Literal["requests", "tokens", "hybrid"] = Field(
         "requests",
-        description="concurrency: quantity that counts: requests in flight, tokens left to prefill, or the mean over the replicas of the larger of both.",
+        description=(
+            "concurrency: quantity that counts: requests in flight, tokens left to prefill, or, for each replica, "
+            "the larger of these two."
+        ),
     )
     max_concurrency_requests: int = Field(100, gt=0, description="concurrency: requests in flight that fill a replica.")
     max_concurrency_tokens: int = Field(

@@ -21,7 +21,10 @@ class SheddingConfig(SaturationConfig, HoldingConfig):
     )
     protected_priority: int = Field(
         0,
-        description="Priority from which more urgent (lower) requests, and those of this one, are always admitted; llm-d's priorities are the negative of these.",
+        description=(
+            "Requests of this priority and of lower (more urgent) ones are always admitted; llm-d's priorities have "
+            "the opposite sign."
+        ),
     )
     limit: float = Field(1.0, gt=0, description="Saturation from which on requests are shed.")
 

@@ -27,7 +27,9 @@ class PPasConfig(FixedChunkConfig):
     pressure_prefills: int = Field(
         2,
         ge=1,
-        description="Prompts, in progress and waiting, from which there is pressure while others decode (N_th).",
+        description=(
+            "Number of prompts in progress and waiting from which there is pressure while other requests decode (N_th)."
+        ),
     )
 
 

@@ -25,7 +25,12 @@ class PrefillWavesConfig(FixedChunkConfig):
     """Parameters of `prefill_waves`."""
 
     wave_slots: int = Field(
-        25, ge=1, description="Prompts of a wave, those in progress included; the source's example, for 128 slots."
+        25,
+        ge=1,
+        description=(
+            "Number of prompts in a wave, including prompts in progress; the default is the source's example for "
+            "128 slots."
+        ),
     )
 
 

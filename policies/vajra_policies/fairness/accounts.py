@@ -24,7 +24,8 @@ class TokenCostConfig(PolicyConfig):
     )
     output_weight: float = Field(2.0, ge=0, description="Charge for a generated token (w_q), when it is generated.")
     tenant_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default_factory=dict, description="Share of each tenant relative to the others (f_u); 1 for those not listed."
+        default_factory=dict,
+        description=("Share of each tenant relative to other tenants (f_u); 1 for tenants that are not listed."),
     )
 
 

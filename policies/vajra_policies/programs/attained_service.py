@@ -35,8 +35,8 @@ class AttainedServiceConfig(PolicyConfig):
         None,
         gt=0,
         description=(
-            "A call goes first once its program and it have waited so many times as long as they have run; null: never. With it, keys are read "
-            "again at each step."
+            "A call goes first once the call and its program have waited this many times as long as they have run; "
+            "null: never. Unless it is null, keys are read again at each step."
         ),
     )
 

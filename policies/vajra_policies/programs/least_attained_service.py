@@ -30,8 +30,12 @@ class LeastAttainedServiceConfig(PolicyConfig):
     service_weight: float = Field(0.8, ge=0, description="Weight of little service in the score (w_s).")
     head_wait_weight: float = Field(0.2, ge=0, description="Weight of the wait of a program's first request (w_h).")
     half_life_s: float = Field(60.0, gt=0, description="Time in which attained service halves, seconds.")
-    input_weight: float = Field(1.0, ge=0, description="Service for a prompt token of a request that has ended.")
-    output_weight: float = Field(2.0, ge=0, description="Service for a token that it generated.")
+    input_weight: float = Field(
+        1.0, ge=0, description=("Service that an ended request counts for each of its prompt tokens.")
+    )
+    output_weight: float = Field(
+        2.0, ge=0, description=("Service that an ended request counts for each token that it generated.")
+    )
 
 
 class LeastAttainedService:

@@ -28,8 +28,12 @@ class LengthRange(PolicyConfig):
 
     min_tokens: int = Field(0, ge=0, description="Shortest prompt.")
     max_tokens: int = Field(ge=0, description="Longest prompt.")
-    pools: list[str] = Field(default_factory=list, description="Pools whose replicas are for these lengths.")
-    replicas: list[int] = Field(default_factory=list, description="Ids of replicas that are for these lengths.")
+    pools: list[str] = Field(
+        default_factory=list, description=("Pools whose replicas take requests with lengths in this range.")
+    )
+    replicas: list[int] = Field(
+        default_factory=list, description=("Ids of replicas that take requests with lengths in this range.")
+    )
 
     @model_validator(mode="after")
     def _is_a_range(self) -> LengthRange:
@@ -44,7 +48,8 @@ class ContextLengthConfig(PolicyConfig):
     """Parameters of `context-length-aware`; the ranges replace llm-d's labels of endpoints."""
 
     ranges: list[LengthRange] = Field(
-        default_factory=list, description="Ranges of lengths and their replicas; the first that names a replica counts."
+        default_factory=list,
+        description=("Ranges of lengths with their replicas; for each replica, the first range that names it counts."),
     )
     enable_filtering: bool = Field(False, description="Keep only replicas whose range fits.")
 

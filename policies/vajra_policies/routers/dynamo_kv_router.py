@@ -35,7 +35,11 @@ class CostRouterConfig(PolicyConfig):
 
     overlap_score_credit: float = Field(1.0, ge=0, description="Credit of a cached block, blocks.")
     overlap_score_credit_decay: float = Field(
-        0.0, ge=0, description="Decay of that credit on replicas with more to compute than the least loaded one."
+        0.0,
+        ge=0,
+        description=(
+            "Decay of the credit for cached blocks on replicas that have more to compute than the least loaded one."
+        ),
     )
     prefill_load_scale: float = Field(1.0, ge=0, description="Weight of blocks to compute relative to blocks to hold.")
     decode_active_request_weight: float = Field(0.0, ge=0, description="Blocks that each active request counts for.")

@@ -55,7 +55,7 @@ class DynaserveConfig(LengthConfig):
     min_part_tokens: int = Field(
         256,
         ge=1,
-        description="Minimum work of a part; a request with a smaller one is not split.",
+        description="Minimum work of a part; a request is not split if a part would be smaller.",
         json_schema_extra={"unit": "tokens"},
     )
 

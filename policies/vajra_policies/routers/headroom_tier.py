@@ -26,7 +26,10 @@ class HeadroomTierConfig(PolicyConfig):
     """Parameters of `slo-headroom-tier-filter`."""
 
     epsilon_explore_neg: float = Field(
-        0.01, ge=0, le=1, description="Probability of keeping the replicas that miss an SLO instead."
+        0.01,
+        ge=0,
+        le=1,
+        description=("Probability of keeping the replicas that miss an SLO instead of those that meet all."),
     )
     latency_prediction_info_producer_name: str = Field(LATENCIES, description="Producer that predicts latencies.")
 

@@ -36,7 +36,8 @@ class LlumnixConfig(PolicyConfig):
     dispatch_counts: Counted = Field(
         "all",
         description=(
-            "Waiting requests whose block demand counts when a request is dispatched: all of a replica's, or the first only. For migration the first counts, so that one that fits nowhere finds room."
+            "Waiting requests whose blocks count at dispatch: all of a replica's, or only its first. For migration "
+            "only the first counts, so that a request that fits on no replica gets free blocks."
         ),
     )
     migrates: bool = Field(True, description="Migrate requests between replicas; false: only dispatch them.")
@@ -44,20 +45,21 @@ class LlumnixConfig(PolicyConfig):
     migrate_below: float = Field(
         3.0,
         description=(
-            "Freeness, in steps, up to which a replica gives a request away, and above which it takes one; a replica with a preempted request gives one away at any freeness."
+            "Freeness, in steps, up to which requests migrate away from a replica, and above which a replica can be "
+            "a target; a request migrates away from a replica with a preempted request at any freeness."
         ),
     )
     pairs: Literal["defrag", "balanced"] = Field(
         "defrag",
         description=(
-            "`defrag`: the least free replica gives to the freest, the next to the next. `balanced`: of these pairs those in which "
-            "the target stays above `migrate_below` and the difference of freeness shrinks without changing its sign."
+            "`defrag`: the least free replica with the freest, the next with the next. `balanced`: of these pairs, those "
+            "whose target stays above `migrate_below` and whose difference of freeness shrinks and keeps its sign."
         ),
     )
     moved: Literal["shortest", "longest", "last", "first_waiting", "first_waiting_and_shortest"] = Field(
         "shortest",
-        description="Request that a replica gives away: of the decodes the shortest, the longest or the one admitted last; or the "
-        "first that waits; or the first that waits and the shortest that decodes.",
+        description="Request that migrates: the shortest, the longest or the latest admitted decode; the first waiting "
+        "request; or the first waiting request and the shortest decode.",
     )
     high_priority_below: int = Field(0, description="Requests with a priority below this are of high priority.")
     headroom_blocks: int = Field(

@@ -79,7 +79,7 @@ class ActiveRequestConfig(_OfProducer):
     """Parameters of `active-request-scorer`."""
 
     idle_threshold: int = Field(
-        0, ge=0, description="Maximum number of requests in flight of a replica that counts as idle."
+        0, ge=0, description="Number of requests in flight up to which a replica counts as idle."
     )
     max_busy_score: float = Field(1.0, ge=0, le=1, description="Factor of the scores of replicas that are not idle.")
 

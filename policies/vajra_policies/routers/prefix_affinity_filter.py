@@ -37,7 +37,10 @@ class PrefixAffinityFilterConfig(OfPrefixProducer):
     max_ttft_penalty_ms: float = Field(
         18_000.0,
         ge=0,
-        description="Maximum time by which the best sticky replica may be slower than the best other one, milliseconds; 0: any.",
+        description=(
+            "Maximum time by which the best sticky replica may be slower than the best of the other replicas, "
+            "milliseconds; 0: any time."
+        ),
     )
     ttft_source: Literal["prefillThroughput", "latencyPredictor"] = Field(
         "prefillThroughput", description="Source of times to first token: tokens in flight, or predictions."

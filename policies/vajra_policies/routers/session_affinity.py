@@ -30,11 +30,11 @@ class SessionAffinityConfig(PolicyConfig):
     strategy: Literal["encoded_endpoint_header", "session_id"] = Field(
         "encoded_endpoint_header",
         description=(
-            "`encoded_endpoint_header`: the client keeps its replica for good. `session_id`: the router keeps it, and forgets it "
-            "when it is unused."
+            "`encoded_endpoint_header`: the client stores its session's replica for good. `session_id`: the router "
+            "stores the session's replica until the session has been unused for `eviction_ttl_seconds`."
         ),
     )
-    profile_name: str = Field("", description="Profile whose replica is remembered; empty: the one that decodes.")
+    profile_name: str = Field("", description="Profile whose replica is stored; empty: the profile for decodes.")
     eviction_ttl_seconds: float = Field(
         300.0, gt=0, description="Seconds after which an unused session is forgotten, with `session_id`."
     )

@@ -31,14 +31,30 @@ class CacheAwareConfig(PolicyConfig):
     """Parameters of `sglang_cache_aware`."""
 
     cache_threshold: float = Field(
-        0.3, ge=0, le=1, description="Common fraction of the prompt above which its replica is chosen."
+        0.3,
+        ge=0,
+        le=1,
+        description=("Fraction of the prompt above which the replica with the longest common prefix is chosen."),
     )
     balance_abs_threshold: int = Field(
-        64, ge=0, description="Requests by which the most loaded replica must exceed the least loaded one to be uneven."
+        64,
+        ge=0,
+        description=(
+            "Load is uneven only if the most loaded replica has over this many requests more than the least loaded one."
+        ),
     )
-    balance_rel_threshold: float = Field(1.5, ge=1, description="Factor by which it must exceed it as well.")
+    balance_rel_threshold: float = Field(
+        1.5,
+        ge=1,
+        description=(
+            "Load is uneven only if the most loaded replica also has more than this many times the least loaded one's "
+            "requests."
+        ),
+    )
     max_tree_size: int = Field(
-        2**26, ge=1, description="Tokens of prompts that are remembered for each replica (SGLang counts characters)."
+        2**26,
+        ge=1,
+        description=("Number of prompt tokens in the index of prefixes, for each replica (SGLang counts characters)."),
     )
 
 

@@ -26,9 +26,11 @@ class ThunderAgentConfig(PolicyConfig):
         0.80,
         gt=0,
         le=1,
-        description="Fraction of a replica's tokens from which its programs' calls are put behind others.",
+        description="Fraction of a replica's tokens from which the calls of its programs go behind other calls.",
     )
-    soft_demote_priority_jump_s: float = Field(-2.0, description="Seconds by which these calls are put ahead (behind).")
+    soft_demote_priority_jump_s: float = Field(
+        -2.0, description="Seconds by which such a call goes ahead of its time of arrival; negative: behind it."
+    )
     resume_hysteresis: float = Field(
         0.10,
         ge=0,

@@ -28,7 +28,8 @@ class DynamoPlannerConfig(PolicyConfig):
     target: Target = Field(
         "throughput",
         description=(
-            "Rule by which load decides: `throughput` and `latency` have fixed thresholds, `load` those given here, `sla` the latency SLOs."
+            "Rule by which load decides: `throughput` and `latency` use fixed thresholds, `load` the thresholds "
+            "given by the options below, `sla` the latency SLOs."
         ),
     )
     by_load: bool = Field(True, description="Start or stop one replica of each pool every `load_interval_s`, by load.")
@@ -41,7 +42,13 @@ class DynamoPlannerConfig(PolicyConfig):
     ttft_slo_s: float = Field(0.5, gt=0, description="TTFT SLO, seconds.")
     itl_slo_s: float = Field(0.05, gt=0, description="TBT SLO, seconds.")
     down_sensitivity_fraction: float = Field(
-        0.8, gt=0, le=1, description="Fraction of an SLO that the remaining replicas may need after one is stopped."
+        0.8,
+        gt=0,
+        le=1,
+        description=(
+            "A replica is stopped only if the remaining ones are then predicted to need at most this fraction of an "
+            "SLO."
+        ),
     )
     max_change: int = Field(
         8, ge=1, description="Maximum number of replicas by which one decision on throughput changes a pool."

@@ -36,7 +36,10 @@ class AdaServeConfig(FixedChunkConfig):
     most_needed: int = Field(
         3,
         ge=1,
-        description="n_max: maximum number of drafts that a request gets for its SLO; further ones go where they gain most.",
+        description=(
+            "n_max: maximum number of drafts that a request gets for its SLO; further drafts go to the requests "
+            "where they gain most."
+        ),
     )
     acceptance: float = Field(0.7, ge=0, le=1, description="Prior probability that a draft is accepted.")
     prior_drafts: float = Field(4.0, gt=0, description="Weight of the prior, in drafts.")

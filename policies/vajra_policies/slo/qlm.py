@@ -23,19 +23,24 @@ from vajra_py.contract import (
 class QlmConfig(PolicyConfig):
     """Parameters of `qlm`."""
 
-    granularity_s: float = Field(1.0, gt=0, description="Multiple to which SLOs are rounded down, seconds.")
-    group_requests: int = Field(32, ge=1, description="Requests of a group.", json_schema_extra={"unit": "requests"})
+    granularity_s: float = Field(1.0, gt=0, description="SLOs are rounded down to a multiple of this time, seconds.")
+    group_requests: int = Field(
+        32, ge=1, description=("Maximum number of requests in a group."), json_schema_extra={"unit": "requests"}
+    )
     default_slo_s: float = Field(600.0, gt=0, description="SLO of requests that state none, seconds.")
     throughput: float = Field(
         1000.0, gt=0, description="Assumed output tokens per second before any request has ended."
     )
     output_tokens: float = Field(
-        256.0, gt=0, description="Mean output before any request has ended.", json_schema_extra={"unit": "tokens"}
+        256.0,
+        gt=0,
+        description=("Assumed mean number of output tokens before any request has ended."),
+        json_schema_extra={"unit": "tokens"},
     )
     window: int = Field(
         200,
         ge=2,
-        description="Number of ended requests that both are averaged over.",
+        description="Number of ended requests over which throughput and output length are averaged.",
         json_schema_extra={"unit": "requests"},
     )
 

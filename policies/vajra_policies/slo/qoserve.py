@@ -29,17 +29,20 @@ class QoserveConfig(PolicyConfig):
     expected_output_tokens: float = Field(
         15.0,
         ge=0,
-        description="Number of output tokens for which a deadline leaves time.",
+        description="Number of output tokens for which time is reserved before a deadline.",
         json_schema_extra={"unit": "tokens"},
     )
-    batch_tbt_s: float = Field(0.4, gt=0, description="Time for each of these tokens, seconds.")
+    batch_tbt_s: float = Field(0.4, gt=0, description="Time reserved for each expected output token, seconds.")
     default_ttft_s: float = Field(600.0, gt=0, description="TTFT SLO of requests without SLOs, seconds.")
     relegates: bool = Field(True, description="Put requests that would be late anyway behind all others.")
     first_throughput: float = Field(
-        8500.0, gt=0, description="Tokens per second that relegation assumes before any are measured."
+        8500.0, gt=0, description="Throughput that relegation assumes before a step is measured, tokens per second."
     )
     decay: float = Field(
-        0.995, ge=0, lt=1, description="Weight of the past in that moving average, at each step with prompts."
+        0.995,
+        ge=0,
+        lt=1,
+        description=("Weight of earlier steps in the moving average of the throughput, at each step with prompts."),
     )
 
 

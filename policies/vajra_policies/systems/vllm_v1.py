@@ -40,16 +40,21 @@ class VllmV1Config(PolicyConfig):
     long_prefill_threshold_tokens: int = Field(
         0,
         ge=0,
-        description="Maximum number of tokens of one request in a step while others are in the system, tokens; 0: no cap.",
+        description=(
+            "Maximum number of tokens of one request in a step while other requests wait or run, tokens; 0: no cap."
+        ),
         json_schema_extra={"unit": "tokens"},
     )
     adaptive_long_prefill_threshold: bool = Field(
-        False, description="Raise the cap to an equal share of the token budget where that is more."
+        False, description="Raise the cap to an equal share of the token budget if the share is larger."
     )
     adaptive_share_tokens: int | None = Field(
         None,
         ge=1,
-        description="Number of tokens that is divided into these shares (vLLM's `max_num_batched_tokens`, where `max_num_scheduled_tokens` is less); null: the token budget.",
+        description=(
+            "Number of tokens that is divided into equal shares (vLLM's `max_num_batched_tokens`, if "
+            "`max_num_scheduled_tokens` is less); null: the token budget."
+        ),
         json_schema_extra={"unit": "tokens"},
     )
     chunked_prefill: bool = Field(
@@ -59,12 +64,15 @@ class VllmV1Config(PolicyConfig):
         True, description="Admit a request only if its whole known sequence fits; nothing is reserved."
     )
     watermark_fraction: float = Field(
-        0.0, ge=0, lt=1, description="Fraction of all KV blocks that admission leaves free while others run."
+        0.0, ge=0, lt=1, description="Fraction of all KV blocks that admission leaves free while other requests run."
     )
     prefill_interval_steps: int = Field(
         1,
         ge=1,
-        description="Number of steps from one with prompts to the next, unless requests queue up; 1: every step may have prompts.",
+        description=(
+            "Number of steps from one step with prompts to the next, unless requests queue up; 1: every step may "
+            "have prompts."
+        ),
         json_schema_extra={"unit": "steps"},
     )
     continues_after_own_preemption: bool = Field(
