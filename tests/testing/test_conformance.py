@@ -436,6 +436,14 @@ class Remembering(PlainChunks):
         fill(replica, batch, self._next_chunk)
 
 
+class Slackening(PlainChunks):
+    """Needs slack, and does not declare it."""
+
+    def schedule(self, replica: Any, batch: Any, now: float) -> None:
+        assert all(replica.slack_s(request) < 1e9 for request in replica.waiting())
+        fill(replica, batch, self._next_chunk)
+
+
 class Prying(PlainChunks):
     def schedule(self, replica: Any, batch: Any, now: float) -> None:
         if replica._running_set.num_running >= 0:
@@ -453,6 +461,7 @@ class Prying(PlainChunks):
         (Hesitant, WORKS, "traits.is_work_conserving is not true: replica 0 is idle"),
         (Remembering, "decides the same again", "differs when the run is repeated with the same seed"),
         (Prying, READS, "reads replica._running_set"),
+        (Slackening, "declares that it needs slack", "traits.needs_slack is False, and it fails if the prioritizer"),
     ],
 )
 def test_broken_replica_schedulers(policy: type[Any], check: str, found: str) -> None:

@@ -217,7 +217,7 @@ class Simulator(Backend[SimReplica]):
         for spec in workload:
             self._followers.add(spec)
         if isinstance(workload, Workload):
-            # `leaders` creates no other requests: to create requests with long prompts takes long.
+            # `leaders` creates only the requests without parents: creating requests with long prompts is slow.
             return iter(workload.leaders())
         return (spec for spec in workload if not spec.parents)
 

@@ -32,6 +32,7 @@ from vajra_py.contract import (
     RequestPrioritizer,
 )
 from vajra_py.contract.policies import ChunksSoloPrompts, traits_of
+from vajra_py.errors import VajraError
 from vajra_py.plugins import check_policy_shape, load_registry
 from vajra_py.plugins.shapes import hooks_of
 from vajra_py.testing import scenarios
@@ -54,7 +55,7 @@ from vajra_py.testing.harness import Harness
 from vajra_py.testing.hash_seeds import first_difference, rows_by_hash_seed
 from vajra_py.testing.key_watch import KeyWatch
 from vajra_py.testing.purity import only_pure
-from vajra_py.testing.reference_policies import ByArrivalInTime, InTurn, PassedOn
+from vajra_py.testing.reference_policies import ByArrival, ByArrivalInTime, InTurn, PassedOn
 from vajra_py.testing.scenarios import Outcome, Policies, Rules, Scenario, simulate
 from vajra_py.testing.strict import StrictViews, interpose
 from vajra_py.testing.subject import NUM_REPLICAS, UNCOUNTED, Interposing, Subject, context_of
@@ -320,6 +321,18 @@ def _solo_chunks_are_true(subject: Subject) -> None:
         require(done == num_tokens, f"a prompt of {num_tokens} tokens alone was not finished")
 
 
+def _declares_that_it_needs_slack(subject: Subject) -> None:
+    scenario = scenarios.LIGHT
+    if not subject.suits(scenario) or traits_of(subject.build(context_of(scenario))).needs_slack:
+        return
+    text = "traits.needs_slack is False, and it fails if the prioritizer predicts no slack"
+    try:
+        outcome = simulate(scenario, Policies(ByArrival(), InTurn(), subject.build), Rules())
+    except VajraError as error:
+        raise AssertionError(f"{text}: {error} ({scenario.name})") from error
+    require_all_end(outcome, f" ({scenario.name}, under a prioritizer that predicts no slack)")
+
+
 def _preempts_for_somebody(subject: Subject) -> None:
     """Warn of preemptions with memory to spare, after which no other request takes the victim's place."""
     for scenario in scenarios.SCENARIOS:
@@ -396,6 +409,7 @@ _CHECKS: tuple[Check, ...] = (
     Check("leaves alone who is down", (Layer.REPLICASET_SCHEDULER,), _respects_who_is_up),
     Check("decides the same with decode fast-forward", ALL_LAYERS, _is_the_same_when_fast_forwarded),
     Check("chunks lone prompts as it says", (Layer.REPLICA_SCHEDULER,), _solo_chunks_are_true),
+    Check("declares that it needs slack", (Layer.REPLICA_SCHEDULER,), _declares_that_it_needs_slack),
     Check("hands off without losing anybody", (Layer.REPLICA_SCHEDULER,), _hands_off_safely),
     Check("preempts for somebody", (Layer.REPLICA_SCHEDULER,), _preempts_for_somebody),
     Check("works while there is work, where it says so", _SCHEDULERS, _works_while_there_is_work),

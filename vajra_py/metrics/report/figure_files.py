@@ -161,7 +161,7 @@ def _intervals(axes: Axes) -> Iterator[dict[str, Any]]:
             continue
         for path in collection.get_paths():
             (x, low), (right, high) = path.get_extents().get_points().tolist()
-            # Only a step or a horizontal interval has a width: the column `y_high` then has its right end, an x value.
+            # Only steps and horizontal intervals have a width. For them, the column `y_high` holds the x of the right end.
             if right > x:
                 yield {"series": label, "x": x, "y": low, "y_high": right}
             else:

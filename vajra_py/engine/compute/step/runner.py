@@ -467,7 +467,7 @@ class TorchRunner:
         found: torch.Tensor | None = None
         for begin in range(0, len(wanted), most):
             piece = wanted[begin : begin + most]
-            # `union1d` sorts the rows, as `searchsorted` and a forward pass over all rows need.
+            # `union1d` sorts the rows: `searchsorted` needs sorted rows, and a pass over all rows returns them sorted.
             rows = np.union1d(sampled, [row for row, _, _ in piece]).astype(np.int64)
             logits = self._logits(inputs, to_device(rows, self._model.device), memory)
             if found is None:
