@@ -45,6 +45,6 @@ class ClassShares:
         return self.budget_s(request) - self._added_s.get(name, 0.0)
 
     def _class_of(self, request: RequestView) -> str | None:
-        """Return the request's class if it is listed; None for all others."""
+        """Return the request's class if it is listed; None for all other classes."""
         name = request.tenant if self._by_tenant else request.slo_class
         return name if name in self._budgets_s else None

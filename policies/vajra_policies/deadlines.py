@@ -26,8 +26,8 @@ class DeadlineConfig(PolicyConfig):
 
 
 class Deadlines:
-    """Relative deadlines D = max(prefill_time(prompt) * deadline_multiplier, min_deadline_s), or with
-    `use_request_deadlines` requests' own targets.
+    """Relative deadlines D = max(prefill_time(prompt) * deadline_multiplier, min_deadline_s), or, with
+    `use_request_deadlines`, the requests' own targets.
 
     Source: Vajra's scheduling architecture, EDF prioritizer. A published variant, max(prefill_time, min_deadline),
     lacks the multiplier.
@@ -40,8 +40,8 @@ class Deadlines:
         self._prefill_time = prefill_time
 
     def slack_s(self, request: RequestView, now: float) -> float:
-        """Return the seconds by which the request can still be delayed before computing its remaining prompt makes it
-        late; negative if it is late already.
+        """Return the longest wait in seconds after which the request's remaining prompt could still be computed by its
+        deadline; negative if even without a wait it would be late.
         """
         remaining_s = self._prefill_time.remaining_s(request.num_prompt_tokens, request.num_computed_tokens)
         return request.arrived_at + self.relative_s(request) - remaining_s - now

@@ -33,7 +33,7 @@ class Edf:
         return self._deadlines.slack_s(request, now)
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
-        """Return the slack divided by D, which is the key of `lrs`."""
+        """Return `slack_s` divided by D; this is the key of `lrs`."""
         return self._deadlines.slack_s(request, now) / self._deadlines.relative_s(request)
 
 

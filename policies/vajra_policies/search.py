@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 
 def most_that_fits(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number from `low` to `high` - 1 that fits. `low` is assumed to fit, and so is every number below one that fits."""
+    """Return the largest number from `low` to `high` - 1 that fits. It is assumed that `low` fits, and that if a number
+    fits, all smaller ones fit too.
+    """
     while high - low > 1:
         middle = (low + high) // 2
         if fits(middle):

@@ -16,7 +16,7 @@ from vajra_py.contract import BatchBuilder, BatchFeatures, PolicyContext, Reques
 
 GRAIN_TOKENS = 32
 FIRST_CHUNK_TOKENS = 256
-"""Initial value for the size of the last chunk, so that the first search starts at 512 tokens."""
+"""Initial value of the last chunk found: the first search starts from twice this size, 512 tokens."""
 
 
 class TargetTimeConfig(PreemptionConfig):

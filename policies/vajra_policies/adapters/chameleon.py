@@ -126,7 +126,7 @@ class Chameleon(FixedChunk):
         self.queues.give_back(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Return the requests' tokens to the quotas, and record their durations."""
+        """Return the requests' tokens to the quotas, and record the requests' times from admission to end."""
         for request in requests:
             self.queues.forget(request, now)
 
@@ -164,7 +164,7 @@ class Chameleon(FixedChunk):
                     return
 
     def _take(self, request: RequestView, charges: list[tuple[int, int]], batch: BatchBuilder, now: float) -> bool:
-        """Admit a request if possible; return False if it lacks memory, so that no further request is admitted."""
+        """Admit a request if possible. Return False if the request lacks memory: no further one is then admitted."""
         num_tokens = min(batch.max_chunk(request), self._room(batch))
         refusal = batch.add(request, num_tokens)
         if refusal is None:

@@ -174,7 +174,9 @@ class Dlora(Preemptive):
             self.merged = None
 
     def _by_credit(self, line: Sequence[RequestView]) -> list[RequestView]:
-        """Return the requests of adapters with enough credit, those of the adapter with the most credit first."""
+        """Return the requests, up to the batch limit, whose adapters have enough credit to go first; the adapter with
+        the most credit comes first.
+        """
         for request in line:
             self.credits[request.adapter] += 0.0  # adds the adapter if it is new
         ranked = sorted(self.credits, key=lambda name: -self.credits[name])

@@ -66,7 +66,7 @@ class DloraMigration(BindsOnArrival):
         self._max_batch = context.limits.max_batch_size
         self._looks = PeriodicWakeUps(context.wake, config.interval_s)
         self._place: dict[RequestView, ReplicaId] = {}
-        """Replica of each request, in order of arrival."""
+        """Replica of each live request; the requests are in the order in which they were first placed."""
         self._counts: defaultdict[ReplicaId, Counter[str]] = defaultdict(Counter)
         """Number of requests at each replica, by adapter; entries of 0 are removed."""
         self._began_at: dict[RequestView, float] = {}
@@ -93,15 +93,15 @@ class DloraMigration(BindsOnArrival):
         return best.replica_id
 
     def cost(self, counts: Counter[str]) -> float:
-        """Return the cost of running requests with these counts by adapter: in full batches of a single adapter, and
-        mixed batches of the rest.
+        """Return the cost of running this number of requests of each adapter: full batches with a single adapter, then
+        full mixed batches of the rest. Requests that fill no batch cost nothing.
         """
         full = sum(count // self._max_batch for count in counts.values())
         rest = sum(count % self._max_batch for count in counts.values())
         return full * self._config.merged_ratio + rest // self._max_batch
 
     def moves(self, replicas: Sequence[ReplicaLoadView], now: float) -> Iterable[Move]:
-        """Return moves between replicas of one pool; in each pool, from at most one replica to one other."""
+        """Return moves of requests within pools; in each pool, all moves have the same source and the same target."""
         return [move for pool in by_pool(those_up(replicas)) for move in self._moves(pool)]
 
     def on_wake(self, key: str, now: float) -> None:
@@ -141,7 +141,9 @@ class DloraMigration(BindsOnArrival):
             del counts[request.adapter]
 
     def _pair(self, pool: Sequence[ReplicaLoadView]) -> tuple[ReplicaLoadView, ReplicaLoadView] | None:
-        """Return (source, target); None if loads are even enough."""
+        """Return (source, target), the replicas between which requests move; None if neither the memory in use nor the
+        number of requests is too uneven.
+        """
         config, counts = self._config, self._counts
         used = {one.replica_id: 1.0 - one.free_blocks / one.num_blocks for one in pool}
         fullest, emptiest = (choose(pool, key=lambda one: used[one.replica_id]) for choose in (max, min))

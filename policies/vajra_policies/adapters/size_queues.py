@@ -1,4 +1,4 @@
-"""Queues of requests by size, each with a quota of tokens; sizes, queues and quotas depend on recent requests."""
+"""Requests queued by size; each queue has a quota of tokens. Sizes, queues and quotas depend on recent requests."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ class SizeQueues:
         return not self.used[queue] or self.used[queue] + num_tokens <= self.quotas[queue]
 
     def borrowed(self, num_tokens: int, lenders: Sequence[int]) -> list[tuple[int, int]]:
-        """Return charges to the lenders as (queue, tokens), `num_tokens` in total; empty if the lenders together have
-        less unused quota.
+        """Return `num_tokens` divided among the lenders, as (queue, tokens); empty if the lenders together have less
+        unused quota.
         """
         charges = []
         for queue in lenders:
@@ -132,8 +132,8 @@ class SizeQueues:
             self.used[queue] += num_tokens
 
     def give_back(self, request: RequestView) -> float | None:
-        """Return the request's tokens to the queues that were charged. Returns the time of its admission; None if it
-        was not admitted.
+        """Return the request's tokens to the queues that were charged. Returns the time at which the request was
+        admitted; None if it was not.
         """
         charged = self._charges.pop(request, None)
         if charged is None:
@@ -143,7 +143,7 @@ class SizeQueues:
         return charged[0]
 
     def forget(self, request: RequestView, now: float) -> None:
-        """Return the tokens of an ended request to the queues, and record the request's duration."""
+        """Return the tokens of an ended request to the queues, and record the request's time from admission to end."""
         began_at = self.give_back(request)
         facts = self._facts.pop(request, None)
         if facts is not None and began_at is not None:

@@ -133,7 +133,7 @@ class Mooncake:
         return sum(remaining_s(one.num_prompt_tokens, one.num_computed_tokens) for one in waiting)
 
     def _wait_s(self, replica: ReplicaLoadView, queued_s: float, num_pending: int) -> float:
-        """Return a replica's share of the queued prefill times, in proportion to its tokens left to prefill."""
+        """Return a replica's share of `queued_s`, in proportion to the replica's tokens left to prefill."""
         return queued_s * replica.num_pending_tokens / num_pending if num_pending else 0.0
 
     def _own_s(self, request: RequestView, replica: ReplicaLoadView) -> float:
@@ -147,8 +147,8 @@ class Mooncake:
     def _predicted_tbt_s(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], prompt_done_at: float
     ) -> float:
-        """Return the predicted seconds of a decode step of the least loaded replica; with the rule `predicted_load`, of
-        a replica with the mean load predicted for `prompt_done_at`.
+        """Return the predicted seconds of a decode step of the least loaded replica. With the rule `predicted_load`, it
+        is a step of a replica with the mean load that is predicted for `prompt_done_at`.
         """
         if not replicas:
             return 0.0

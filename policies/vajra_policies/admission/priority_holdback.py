@@ -46,7 +46,7 @@ class HoldbackConfig(SaturationConfig, HoldingConfig):
 def holdback_ceilings(priorities: Sequence[int], config: HoldbackConfig) -> dict[int, float]:
     """Return the ceiling of each priority; `priorities` is sorted, the most urgent (lowest) first.
 
-    If no ceilings are configured, they lie between cMin = `min_ceiling` and cMax = `max_ceiling`. By rank, with n
+    If none are configured, ceilings are spaced between cMin = `min_ceiling` and cMax = `max_ceiling`. By rank, with n
     priorities and i from 0: c_i = cMax - i * (cMax - cMin) / (n - 1). By value: c_i = cMin + r_i * (cMax - cMin), where
     r_i is 1 for the most urgent priority, 0 for the least urgent, and linear in the priority's number. With one
     priority: cMax. With configured ceilings, a priority without one gets 0.
@@ -62,7 +62,7 @@ def holdback_ceilings(priorities: Sequence[int], config: HoldbackConfig) -> dict
 
 
 class PriorityHoldback(Holding):
-    """Accepts a request while saturation is below the ceiling of its priority, and no more urgent request waits.
+    """Accepts a request while saturation is below the ceiling of its priority, and no deferred request comes before it.
 
     Ceilings cover the priorities that have occurred so far.
 

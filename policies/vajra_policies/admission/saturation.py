@@ -43,7 +43,7 @@ class SaturationConfig(PolicyConfig):
 
 
 def saturation_for(config: SaturationConfig, request: RequestView, replicasets: Sequence[ReplicasetView]) -> float:
-    """Return the saturation of the replicaset that serves a request, which is that of its fullest pool."""
+    """Return the saturation of the replicaset that serves a request: the saturation of its fullest pool."""
     return max(saturation_of(config, pool.replicas) for pool in replicaset_of(request, replicasets).pools)
 
 
@@ -53,7 +53,7 @@ def replicaset_of(request: RequestView, replicasets: Sequence[ReplicasetView]) -
 
 
 def saturation_of(config: SaturationConfig, replicas: Sequence[ReplicaLoadView]) -> float:
-    """Return the saturation of one pool, over its replicas that are up."""
+    """Return the saturation of one pool: the mean over its replicas that are up."""
     up = [one for one in replicas if one.is_up]
     if not up:
         return EMPTY_POOL

@@ -10,7 +10,7 @@ from vajra_policies.admission.saturation import SaturationConfig, saturation_for
 from vajra_py.contract import AdmissionDecision, AdmissionSpec, PolicyContext, ReplicasetView, RequestView
 
 _ROUND_OFF = 1e-9
-"""Small difference that keeps the period finite near a saturation of 1."""
+"""Term added to the divisor 1 - saturation, so that the period stays finite near a saturation of 1."""
 
 
 class SoftReflectiveConfig(SaturationConfig, HoldingConfig):
@@ -47,8 +47,8 @@ class SoftReflectiveCeiling(Holding):
         self._config = config
         self._priorities: list[int] = []
         self._cycles: dict[tuple[str, int], tuple[float, int]] = {}
-        """(time, number) of the latest counted cycle by replicaset and priority; only cycles with a period above 1
-        count.
+        """(time, number) of the latest counted cycle by replicaset and priority; cycles in which the band's period is 0
+        or 1 are not counted.
         """
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
@@ -67,7 +67,7 @@ class SoftReflectiveCeiling(Holding):
         return self._open(line, request)
 
     def _cycle(self, request: RequestView, now: float) -> int:
-        """Return the number of this cycle of the request's band, from 1."""
+        """Return the number of the present cycle of the request's band, counted from 1."""
         band = (request.replicaset, request.priority)
         at, number = self._cycles.get(band, (-1.0, 0))
         if at != now:

@@ -66,7 +66,9 @@ class MinChunkHold(FixedChunk):
             self._num_held.pop(request, None)
 
     def _are_enough(self, replica: LocalReplicaView, batch: BatchBuilder) -> bool:
-        """Return True if small chunks of the most urgent prompts that fit the step have `min_chunk` tokens in total."""
+        """Return True if, among the chunks that fit the step by urgency, the small ones have at least `min_chunk`
+        tokens in total.
+        """
         room = min(self._chunk_size - replica.num_decodes, batch.tokens_left - replica.num_decodes)
         num_small = 0
         for request in chain(replica.partial_prefills(), replica.waiting()):

@@ -74,7 +74,7 @@ class PrefillWaves(FixedChunk):
         fill(replica, batch, self._next_chunk, self._mode)
 
     def _add_first_decodes(self, num_kept: int, replica: LocalReplicaView, batch: BatchBuilder) -> None:
-        """Add the `num_kept` decodes that were admitted first, preempting requests for blocks."""
+        """Add the `num_kept` decodes admitted first; if one lacks blocks, preempt the least urgent requests."""
         for request in list(replica.decodes())[:num_kept]:
             while request.is_resident and batch.add(request, 1) is Refusal.KV_BLOCKS:
                 victim = least_urgent_victim(replica, request)

@@ -45,7 +45,7 @@ class QuantumConfig(TokenCostConfig):
 
 @dataclass(slots=True)
 class _Charged:
-    """Charges of one live request so far."""
+    """State of the charges for one live request."""
 
     was_admitted: bool
     num_output_tokens: int
@@ -71,7 +71,7 @@ class Accounts:
         self._charge = charge
         self._waiting: dict[RequestView, _Charged] = {}
         self._admitted: dict[str, dict[RequestView, _Charged]] = {}
-        """Live requests that do not wait, by tenant; only tenants with such requests."""
+        """Live requests that do not wait, by tenant; tenants without any are left out."""
         self.num_waiting: dict[str, int] = {}
         """Number of waiting requests of each tenant that has any, in the order in which tenants began to wait."""
 
@@ -115,8 +115,8 @@ class Accounts:
         return charged is not None and self._wait(request, charged)
 
     def depart(self, requests: Iterable[RequestView]) -> list[str]:
-        """Charge the last tokens of requests that have left, and forget these requests. Returns the tenants that no
-        longer wait.
+        """Charge the last tokens of requests that have left, and forget these requests. Returns the tenants whose last
+        waiting request was among them.
         """
         stopped = []
         for request in requests:

@@ -43,7 +43,9 @@ class D2lpm(BindsOnArrival):
         self._placed: dict[RequestView, ReplicaId] = {}
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica with the longest match among those that are up and where the tenant has deficit left."""
+        """Return the replica with the longest prefix hit among those that are up and at which the tenant has deficit
+        left.
+        """
         up = those_up(replicas)
         if not up:
             return None
@@ -57,7 +59,7 @@ class D2lpm(BindsOnArrival):
         return chosen
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Charge the outputs of these requests."""
+        """Charge the tenants for the outputs of these requests, at the replicas where the requests were placed."""
         for request in requests:
             replica_id = self._placed.pop(request, None)
             if replica_id is not None:

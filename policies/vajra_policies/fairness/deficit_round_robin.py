@@ -68,7 +68,7 @@ class DeficitRoundRobin:
         self._turn()
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Charge for the prompt."""
+        """Charge the tenant for the prompt, at the request's first admission."""
         if self._accounts.admit(request):
             self._leave(request.tenant)
         self._turn()
@@ -84,11 +84,11 @@ class DeficitRoundRobin:
         self.on_preemption(request, source, now)
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Pass the turn on if the step's generated tokens have ended it."""
+        """Pass the turn on if the tokens that the step generated have used up the tenant's credit."""
         self._turn()
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Charge for the last tokens."""
+        """Charge the tenants for the last tokens of these requests."""
         for tenant in self._accounts.depart(requests):
             self._leave(tenant)
         self._turn()
@@ -117,7 +117,9 @@ class DeficitRoundRobin:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Pass the turn on until a tenant has credit. Rounds after which no tenant has credit are added at once."""
+        """Pass the turn on until a tenant has credit. The quanta of all rounds after which no tenant would have credit
+        are added at once.
+        """
         circle, credit, quantum = self._circle, self._credit, self._quantum
         if self._current is not None:
             self._to_the_end(self._current)

@@ -26,5 +26,5 @@ def refill(deficits: dict[HolderT, float], candidates: Collection[HolderT], quan
 
 
 def _rounds(deficit: float, quantum: float) -> int:
-    """Return the number of quanta after which a deficit of at most 0 is above 0."""
+    """Return the number of quanta that raise a deficit of at most 0 above 0."""
     return int(-deficit // quantum) + 1

@@ -76,7 +76,7 @@ class Dlpm:
         self._refill()
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Charge for the prompt tokens that remain to be computed."""
+        """Charge the tenant for the uncached prompt tokens, at the request's first admission."""
         self._accounts.admit(request)
         self._refill()
 
@@ -91,12 +91,12 @@ class Dlpm:
         self.on_preemption(request, source, now)
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Charge the generated tokens, which may have used up the deficits of tenants."""
+        """Refill deficits if the tokens that the step generated have used up the deficits of all waiting tenants."""
         self._collected.clear()
         self._refill()
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Charge for the last tokens."""
+        """Charge the tenants for the last tokens of these requests."""
         self._accounts.depart(requests)
         self._refill()
 
@@ -110,7 +110,7 @@ class Dlpm:
         return self._deficits.get(tenant, 0.0) > 0
 
     def _refill(self) -> None:
-        """Refill deficits unless the deficit of a waiting tenant is above 0; in that case, generated tokens of other
+        """Refill deficits if no waiting tenant has a deficit above 0. As long as one has, generated tokens of the other
         tenants need not be charged yet.
         """
         left, waiting = self._left, self._accounts.num_waiting

@@ -95,8 +95,8 @@ class Equinox:
             self._counters[request.tenant] = self._counters.get(request.tenant, 0.0) + charge
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Correct charges, and forget each tenant that no longer waits or runs and whose counter is at most the least
-        counter of the tenants that do.
+        """Correct charges, and forget each tenant without live requests whose counter is at most the least counter of
+        the tenants with live requests.
         """
         for request in requests:
             tenant = request.tenant

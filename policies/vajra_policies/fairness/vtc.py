@@ -84,7 +84,7 @@ class Vtc:
                     self._least_waiting.add(tenant)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Charge for the prompt."""
+        """Charge the tenant for the prompt, at the request's first admission."""
         tenant, before = request.tenant, self._last_waiting
         self._accounts.admit(request)
         if tenant != before:
@@ -101,7 +101,7 @@ class Vtc:
         self.on_preemption(request, source, now)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Charge for the last tokens, and forget counters that cannot matter any more."""
+        """Charge the tenants for the last tokens of these requests, and forget counters that cannot matter any more."""
         self._accounts.depart(requests)
         for tenant in dict.fromkeys(request.tenant for request in requests):
             self._leave(tenant)

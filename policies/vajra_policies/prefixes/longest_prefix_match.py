@@ -41,15 +41,15 @@ class LongestPrefixMatch:
         self._num_changes = 0
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return minus the cached tokens: now, or for a running request at its first admission. Return 0 while requests
-        are served in order of arrival.
+        """Return minus the number of the request's cached tokens: those cached now, or for a running request, those
+        that were cached at its first admission. Return 0 while requests are served in order of arrival.
         """
         if self._goes_by_arrival():
             return 0.0
         return -float(request.num_cached_tokens if request.is_resident else request.prefix_hit_tokens())
 
     def key_epoch(self) -> int:
-        """Return the number of switches between keys by cached tokens and order of arrival."""
+        """Return the number of switches between the order by cached tokens and the order of arrival."""
         if self._goes_by_arrival() is not self._went_by_arrival:
             self._went_by_arrival = not self._went_by_arrival
             self._num_changes += 1
@@ -59,7 +59,7 @@ class LongestPrefixMatch:
         return self._limit is not None and len(self._waiting) > self._limit
 
     def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
-        """Count those of these requests that wait."""
+        """Count the waiting ones among these requests."""
         self._waiting.update((request, None) for request in requests if not request.is_resident)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:

@@ -7,7 +7,7 @@ from pydantic import Field
 from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec, RequestView
 
 _EARLY_S = 1e-6
-"""Seconds by which the time that `falls_at` returns precedes the fall of a key; larger than any rounding error."""
+"""Seconds by which `falls_at` is early; larger than any rounding error."""
 
 
 class ResidualShortestJobConfig(PolicyConfig):

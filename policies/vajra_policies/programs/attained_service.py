@@ -81,8 +81,8 @@ class Plas:
         return KeyMotion.PROGRESS if self._bounds else KeyMotion.STATIC
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return the index of the call's queue, or without queues the service, in seconds, that its program had
-        attained when the call arrived; -1, below all other keys, if the call starves.
+        """Return the index of the call's queue. Without queues, return the service in seconds that the call's program
+        had attained when the call arrived. A starving call gets -1, which is below all other keys.
         """
         if self._ratio is not None and self._starves(request, now):
             return -1.0
@@ -128,11 +128,13 @@ class Plas:
             call.admitted_at = None
 
     def _attained_s(self, program: ProgramView) -> float:
-        """Return the service in seconds that counts for a program now."""
+        """Return the service in seconds that a program has attained."""
         return program.run_s
 
     def _service_s(self, request: RequestView, now: float) -> float:
-        """Return the service inherited at arrival plus the call's own running time, seconds."""
+        """Return the seconds of service that the program had attained when the call arrived, plus the call's own
+        running time.
+        """
         call = self._call(request)
         own_s = call.run_s if call.admitted_at is None else call.run_s + now - call.admitted_at
         return call.inherited_s + own_s
@@ -162,7 +164,7 @@ class Atlas(Plas):
         self._longest_s: dict[ProgramView, float] = {}
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Extend the chains of programs by their ended calls."""
+        """Update the longest chain of each program with the program's ended calls."""
         for request in requests:
             program = request.program
             if program is not None and program.end_reason is None:

@@ -52,8 +52,8 @@ class Continuum:
         self._gaps.arrive(requests, now)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Record the times at which the pins that `continuum_pins` sets end, and the start of the tools that follow
-        these calls.
+        """Record the times at which the pins of `continuum_pins` end, and the start of the tools that follow these
+        calls.
         """
         for request in requests:
             self._came_in_time.pop(request, None)

@@ -111,7 +111,7 @@ class LeastAttainedService:
         self._change(now)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Add the weighted tokens of requests that ran to the services of their programs; drop old services."""
+        """For each request that was admitted, add its weighted tokens to its program's service; drop old services."""
         config = self._config
         for request in requests:
             self._leave(request)

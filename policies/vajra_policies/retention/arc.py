@@ -54,7 +54,7 @@ class AdaptiveReplacement:
         return ONCE if len(self.once) >= int(self.target) else AGAIN
 
     def on_stored(self, blocks: Sequence[CachedBlock], now: float) -> None:
-        """Add new content to the first list."""
+        """Adapt the target to content that returns after an eviction, and add all stored content to the first list."""
         self.learn([block.block_hash for block in blocks])
         self.enter(blocks)
 
@@ -79,14 +79,14 @@ class AdaptiveReplacement:
         self.again.pop(block, None)
 
     def on_cleared(self, now: float) -> None:
-        """Forget all content."""
+        """Forget all content and all evictions, and reset the target."""
         self.target = 0.0
         for one in (self.once, self.again, *self.gone):
             one.clear()
 
     def learn(self, hashes: Sequence[Hashable]) -> None:
-        """Adapt the target to those of these hashes that were evicted earlier, from the end of the chain of blocks to
-        its head.
+        """Adapt the target for each of these hashes that was evicted earlier, from the last block of the chain to the
+        first.
         """
         once, again = self.gone
         for one in reversed(hashes):

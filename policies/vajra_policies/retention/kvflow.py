@@ -77,7 +77,9 @@ class Kvflow:
         return (-float(min(ranks, default=self._hold + 2)), block.last_used_at)
 
     def steps_to_execution(self, program: ProgramView) -> Mapping[str, int]:
-        """Return the number of calls until the turn of each stage that may run within `hold_steps` calls, by stage."""
+        """Return, by stage, the number of calls until the stage's turn, for the stages that may run within `hold_steps`
+        calls.
+        """
         known = self._steps.get(program)
         if known is None:
             known = self._steps[program] = self._walk(program)

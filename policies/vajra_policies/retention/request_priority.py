@@ -19,7 +19,7 @@ class PriorityRetention:
     key_motion = KeyMotion.PROGRESS
 
     def key(self, block: CachedBlock, now: float) -> Key:
-        """Return minus the priority, then the time of the last use."""
+        """Return (minus the most urgent priority of the block's users, time of the last use)."""
         return (-block.priority, block.last_used_at)
 
 

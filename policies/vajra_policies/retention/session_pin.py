@@ -27,7 +27,7 @@ class SessionPin(LeastRecentlyUsed):
         self._pin_s = config.pin_s
 
     def pin_s(self, request: RequestView, now: float) -> float:
-        """Return `pin_s` for requests of a session, else 0."""
+        """Return the configured `pin_s` for requests of a session, else 0."""
         return self._pin_s if request.session_id else 0.0
 
 

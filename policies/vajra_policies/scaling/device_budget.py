@@ -19,9 +19,10 @@ RECONCILE = "gpu_budget_reconcile"
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Maximum and minimum of the devices of all replicas together.
+    """Maximum (`ceiling`) and minimum (`floor`) of the devices of all replicas together.
 
-    If there is a ceiling too, the floor may be missed by the devices of one replica, since whole replicas seldom meet both.
+    If there are both, the total may be below the floor by up to the devices of one replica, since whole replicas seldom
+    fit between floor and ceiling.
     """
 
     ceiling: int | None = None
@@ -52,7 +53,9 @@ NO_BUDGET = Budget()
 
 
 def clamp_one(wanted: int, devices: int, budget: Budget, least: int) -> int:
-    """Return the number of replicas of one pool, reduced or raised to fit the budget; 0 if `least` replicas exceed the ceiling."""
+    """Return the number of replicas of one pool: `wanted`, reduced or raised to fit the budget; 0 if `least` replicas
+    exceed the ceiling.
+    """
     total = wanted * devices
     if budget.is_open or budget.admits(total, devices):
         return wanted

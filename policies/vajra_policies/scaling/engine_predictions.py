@@ -65,8 +65,8 @@ class EnginePredictions:
         return self._context.latency.batch_time_s(features)
 
     def _largest_batch(self, traffic: Traffic) -> tuple[int, float]:
-        """Return the largest number of decodes, at least one, that meets the SLO for the time between tokens, and the
-        duration of their step.
+        """Return the largest number of decodes (at least one) that fits slots and KV memory and meets the SLO for the
+        time between tokens, and the duration of a step with these decodes.
         """
         limits = self._context.limits
         context_tokens = traffic.num_prompt_tokens + traffic.num_output_tokens / 2

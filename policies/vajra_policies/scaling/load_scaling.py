@@ -26,14 +26,14 @@ NO_FIGURES = "no_fpm_data"
 MISMATCH = "worker_count_mismatch"
 CAPPED = "scale_down_capped_by_throughput"
 UP, DOWN = "scale_up", "scale_down"
-"""Reasons, under Dynamo's names."""
+"""Reasons of decisions, under Dynamo's names."""
 
 _INTEREST = {UP: 4, CAPPED: 3, DOWN: 2, NO_CHANGE: 1}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadDecision:
-    """Decision by load."""
+    """A decision of load-based scaling."""
 
     counts: tuple[int, ...] | None
     """Number of replicas of each pool; None: unchanged."""
@@ -45,7 +45,7 @@ class LoadDecision:
 
 
 def decide_by_load(rules: PlannerRules, pools: Sequence[PoolState], model: EngineModel) -> LoadDecision:
-    """Decide on one pool, or on a prompt pool and a decode pool together."""
+    """Decide on the replicas of one pool, or of a prompt pool and a decode pool together."""
     if len(pools) == 2:
         return _decide_on_two(rules, (pools[0], pools[1]), model)
     return _decide_on_one(rules, pools[0], model)

@@ -9,8 +9,8 @@ from vajra_py.contract import EndReason, RequestView
 
 
 class ObservedTraffic:
-    """Traffic since the last call of `close`. `prompt_tokens`, `output_tokens`: mean lengths that are assumed until
-    requests have arrived or ended.
+    """Traffic since the last call of `close`. `prompt_tokens`: mean prompt length that is assumed until requests have
+    arrived. `output_tokens`: mean output length that is assumed until requests have ended.
     """
 
     def __init__(self, prompt_tokens: float, output_tokens: float) -> None:

@@ -136,13 +136,15 @@ class PairBudget:
         return max(counts[0], self.least[0]), max(counts[1], self.least[1])
 
     def plan(self, current: Counts, wanted: Counts) -> Counts:
-        """Reduce the counts that throughput requires until they fit the ceiling; the floor does not raise them."""
+        """Reduce the wanted counts until they fit the ceiling; the floor does not raise them. If a pool is below its
+        minimum now, the wanted counts are first raised to the minima.
+        """
         bound = self.without_floor()
         return bound.clamp(self.raised(wanted)) if self._is_short(current) else bound.fit(current, wanted)
 
     def decide(self, current: Counts, wanted: Counts) -> tuple[Counts, str | None]:
-        """Return the result of `guard`; but if a pool is below its minimum, raise the wanted counts to the minima and
-        clamp them.
+        """Return the result of `guard`. If a pool is below its minimum now, return instead the wanted counts, raised to
+        the minima and clamped, with the reason `RECONCILE`.
         """
         if self._is_short(current):
             return self.clamp(self.raised(wanted)), RECONCILE

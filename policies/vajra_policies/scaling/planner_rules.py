@@ -16,7 +16,7 @@ from vajra_py.contract import PoolRole
 Target: TypeAlias = Literal["throughput", "latency", "load", "sla"]
 
 NO_CHANGE = "no_change"
-"""Reason of decisions by load and by throughput, under Dynamo's name."""
+"""Reason of a decision, by load or by throughput, that changes nothing, under Dynamo's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class PlannerRules:
     scales_by_load: bool = True
     scales_by_throughput: bool = False
     max_change: int = 8
-    """Largest change of a pool's number of replicas by one decision on throughput."""
+    """Largest change of a pool's number of replicas in one decision of throughput-based scaling."""
 
 
 # Observations
@@ -129,7 +129,7 @@ class PoolState:
     is_changing: bool = False
     """True if a replica is starting or draining."""
     floor: int = 1
-    """Minimum number of replicas, from the last decision on throughput."""
+    """Minimum number of replicas, set by the last decision of throughput-based scaling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +163,14 @@ class EngineModel(Protocol):
     def ttft_s(self, load: EngineLoad, *, queue_scale: float, kv_scale: float | None) -> float:
         """Return the TTFT in seconds of a request that arrives now, with the queue multiplied by `queue_scale`.
 
-        `kv_scale` multiplies the decodes, including waiting ones; None: only the scheduled decodes count, unscaled.
+        `kv_scale` multiplies the number of decodes, and their context tokens together with those of requests that wait
+        to decode; None: only the scheduled decodes count, unscaled.
         """
 
     def itl_s(self, load: EngineLoad, *, scale: float, counts_prefill: bool) -> float:
-        """Return the time between tokens in seconds with the decodes, including waiting ones, multiplied by `scale`.
-        With `counts_prefill`, tokens of queued prompts count as context of the decodes too.
+        """Return the time between tokens in seconds. `scale` multiplies the number of decodes, and their context tokens
+        together with those of requests that wait to decode. With `counts_prefill`, tokens of queued prompts count as
+        context tokens too.
         """
 
 

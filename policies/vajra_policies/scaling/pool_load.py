@@ -1,7 +1,7 @@
 """Rules of Dynamo's planner for one pool: the number of replicas by the load of its engines, in steps of one.
 
 With thresholds, scale up if the load of one engine is above the upper threshold; scale down if the loads of all engines
-are below the lower threshold, and the remaining engines would not exceed the upper threshold with the load
+are below the lower threshold, and the loads of the remaining engines would stay below the upper threshold with the load
 redistributed. With latency SLOs, scale up if every engine is predicted to miss the same SLO; scale down if the
 remaining engines are predicted to stay within a fraction of the SLOs.
 
@@ -29,7 +29,7 @@ from vajra_py.contract import PoolRole
 
 REFUSED = "scale_down_refused_consolidation"
 INSUFFICIENT = "insufficient_data"
-"""Reasons, under Dynamo's names."""
+"""Reasons for a number of replicas that is unknown or unchanged, under Dynamo's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Opinion:
     """Number of replicas that the load requires, or the reason why it is unknown or unchanged."""
 
     wanted: int | None
-    """Number of replicas; None if it is unknown or unchanged, for `reason`."""
+    """Number of replicas; None if it is unknown or unchanged (`reason` states why)."""
     reason: str = ""
     ttft_s: float | None = None
     """Largest predicted TTFT of any engine, seconds; None if it was not predicted."""
@@ -91,7 +91,7 @@ def _both(prompts: Opinion, decodes: Opinion, ready: int) -> Opinion:
 
 def by_thresholds(loads: Sequence[float], thresholds: Thresholds | None, ready: int, least: int) -> Opinion:
     """Return one replica more if any load is above the upper threshold, one less if all loads are below the lower
-    threshold and would not be above the upper one afterwards. `ready`: number of replicas that are up.
+    threshold and would stay below the upper one afterwards. `ready`: number of replicas that are up.
     """
     if ready == 0 or not loads or thresholds is None:
         return Opinion(None, INSUFFICIENT)
@@ -106,7 +106,7 @@ def by_thresholds(loads: Sequence[float], thresholds: Thresholds | None, ready: 
 
 
 def load_of(engine: EngineLoad, role: PoolRole, target: Target, sizes: EngineSizes) -> float | None:
-    """Return the load of an engine that is compared with thresholds; None if a size is unknown."""
+    """Return an engine's load for the comparison with thresholds; None if a size of the engine is unknown."""
     if role is PoolRole.PREFILL:
         if target == "load":
             return float(engine.queued_prefill)
@@ -120,7 +120,7 @@ def load_of(engine: EngineLoad, role: PoolRole, target: Target, sizes: EngineSiz
 def by_prompts(
     engines: Sequence[EngineLoad], model: EngineModel, slos: LatencySlos, counts: tuple[int, int], role: PoolRole
 ) -> Opinion:
-    """Return the number of replicas by predicted TTFTs. `counts`: (replicas that are up, minimum)."""
+    """Return the number of replicas that the predicted TTFTs require. `counts`: (replicas that are up, minimum)."""
     ready = counts[0]
     if ready == 0:
         return Opinion(None, INSUFFICIENT)
@@ -145,7 +145,9 @@ def by_decodes(
     counts: tuple[int, int],
     where: tuple[PoolRole, EngineSizes],
 ) -> Opinion:
-    """Return the number of replicas by predicted times between tokens. `counts`: (replicas that are up, minimum)."""
+    """Return the number of replicas that the predicted times between tokens require. `counts`: (replicas that are up,
+    minimum).
+    """
     ready, (role, sizes) = counts[0], where
     if ready == 0:
         return Opinion(None, INSUFFICIENT)

@@ -24,11 +24,13 @@ def within_bounds(pool: PoolView, wanted: int) -> int:
 
 def shared_requests(pool: PoolView) -> int:
     """Return the number of requests in no replica's queue: those in the shared queue, if the pool's replicas may pull
-    from it, and those that wait for blocks of a decode replica before their prompt is computed here.
+    from it, and those that wait for blocks of a decode replica before their prompt is computed in this pool.
     """
     return max(0, pool.num_queued - sum(one.num_waiting for one in pool.replicas))
 
 
 def shared_tokens(pool: PoolView) -> int:
-    """Return a lower bound on the tokens of `shared_requests`, since pending tokens include those of running requests."""
+    """Return the number of pending tokens of `shared_requests`, or less: the pending tokens of running requests are
+    subtracted too.
+    """
     return max(0, pool.num_queued_tokens - sum(one.num_pending_tokens for one in pool.replicas))

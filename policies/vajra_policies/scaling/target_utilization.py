@@ -108,7 +108,9 @@ class TargetUtilization:
         return abs(ratio - 1) <= self._config.tolerance_fraction
 
     def _load(self, pool: PoolView, up: Sequence[ReplicaLoadView]) -> float:
-        """Return the total load of the replicas that are up; for requests and tokens, with the shared queue."""
+        """Return the total load of the replicas that are up; with metrics other than `kv_usage`, the shared queue is
+        included.
+        """
         if self._config.metric == "kv_usage":
             return sum(1 - one.free_blocks / one.num_blocks for one in up)
         if self._config.metric == "requests":

@@ -26,26 +26,26 @@ from vajra_policies.scaling.planner_rules import (
 LOWER_BOUND = "set_lower_bound"
 NOT_READY = "model_not_ready"
 SCALE = "scale"
-"""Reasons, under Dynamo's names."""
+"""Reasons of decisions, under Dynamo's names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThroughputDecision:
-    """Decision by throughput."""
+    """A decision of throughput-based scaling."""
 
     counts: tuple[int, ...] | None
     """Number of replicas of each pool; None: unchanged."""
     floors: tuple[int, ...] | None
-    """Minimum number of replicas of each pool for load-based scaling, if that is on; else None."""
+    """Minimum number of replicas of each pool, for decisions by load; None unless load-based scaling is on."""
     reason: str
     requests_per_s: tuple[float | None, ...] = ()
-    """Highest rate of one engine of each pool; None: unknown."""
+    """Highest request rate that one engine of each pool can serve; None: unknown."""
 
 
 def decide_by_throughput(
     rules: PlannerRules, pools: Sequence[PoolState], traffic: Traffic, model: CapacityModel
 ) -> ThroughputDecision:
-    """Decide on one pool, or on a prompt pool and a decode pool together."""
+    """Decide on the replicas of one pool, or of a prompt pool and a decode pool together."""
     rates = [model.requests_per_s(pool.rules.role, traffic) for pool in pools]
     is_known = all(rate > 0 for rate in rates)
     wanted = []

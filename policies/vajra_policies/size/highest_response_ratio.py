@@ -30,7 +30,7 @@ class HighestResponseRatio:
         self._lengths = FirstLengths(Lengths(config, context.output_lengths))
 
     def line(self, request: RequestView) -> tuple[float, float]:
-        """Return (arrival / S, -1 / S per second)."""
+        """Return the key as a line in time, (intercept, slope): (arrival / S, -1 / S per second)."""
         slope = 1.0 / (self._prompt_weight * request.num_prompt_tokens + self._lengths.total(request))
         return request.arrived_at * slope, -slope
 

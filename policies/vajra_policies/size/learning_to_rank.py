@@ -69,7 +69,7 @@ class LearningToRank:
         return (0.0 if is_boosted else 1.0, self._lengths.total(request))
 
     def falls_at(self, request: RequestView, now: float) -> float | None:
-        """Return the time at which the request's boost begins, in seconds; None if it is boosted already."""
+        """Return a time just before the request's boost begins, in seconds; None if it is boosted already."""
         if request in self._boosts or self._starves(request, now):
             return None
         return self._last_run_at.get(request, request.arrived_at) + self._starvation_s - _ROUNDING_S
@@ -87,7 +87,7 @@ class LearningToRank:
         ran_at.update(dict.fromkeys(step.requests, step.ended_at))
 
     def on_step_run(self, run: EndedRun) -> None:
-        """Count the steps one by one."""
+        """Count each step of the run, as `on_step_end` does."""
         for step in run.steps():
             self.on_step_end(step)
 

@@ -30,7 +30,7 @@ class ShortestJobFirst:
         self._lengths = FirstLengths(Lengths(config, context.output_lengths))
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return the expected size, output tokens."""
+        """Return the expected size in output tokens: the weighted prompt plus the expected output."""
         return self._prompt_weight * request.num_prompt_tokens + self._lengths.total(request)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

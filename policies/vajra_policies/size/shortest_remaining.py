@@ -30,7 +30,9 @@ class ShortestRemaining:
         self._lengths = Lengths(config, context.output_lengths)
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return the remaining work, in output tokens."""
+        """Return the remaining work in output tokens: the weighted known tokens left to compute plus the expected rest
+        of the output.
+        """
         return self._prompt_weight * request.num_remaining_tokens + self._lengths.remaining(request)
 
 

@@ -46,7 +46,9 @@ class AdaServeConfig(FixedChunkConfig):
 
 
 class Wish(NamedTuple):
-    """Need of a decode for drafts: tokens that it needs from a step, and the probability of acceptance."""
+    """Need of a decode for drafts: the tokens that the decode needs from a step, and the probability that a draft is
+    accepted.
+    """
 
     needed: float
     """A(r): number of tokens that the request needs from this step to meet its SLO."""
@@ -85,7 +87,7 @@ def shares(wishes: Sequence[Wish], num_drafts: int, most_each: int, most_needed:
 
 
 class _Drafted:
-    """Start of a request's decoding, and its verified drafts so far."""
+    """Time at which a request began to decode, and its numbers of verified and of accepted drafts."""
 
     __slots__ = ("begun_at", "num_accepted", "num_tried", "seen")
 

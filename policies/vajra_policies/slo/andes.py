@@ -82,7 +82,7 @@ class Andes:
         self._num_preemptions += 1
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Add the tokens of the step to the buffers of the requests' readers."""
+        """Update the mean step time, and add the step's new tokens to the buffers of the requests' readers."""
         self._step_s += 0.1 * (step.duration_s - self._step_s)
         for request in step.requests:
             reading = self._reading(request)

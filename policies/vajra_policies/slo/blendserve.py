@@ -90,7 +90,9 @@ class Blendserve(FixedChunk):
             self._is_left.pop(request, None)
 
     def by_density(self, waiting: Iterable[RequestView]) -> tuple[list[tuple[float, RequestView]], float]:
-        """Return ((rho, request) of each waiting request, the densest first; rho of all, 0 without requests)."""
+        """Return two values: a list of (rho, request) of the waiting requests, the densest first; and the rho of all of
+        them together, 0 if none waits.
+        """
         families: dict[Hashable, list[RequestView]] = defaultdict(list)
         for request in waiting:
             families[request.block_hashes()[0] if request.block_hashes() else request.index].append(request)

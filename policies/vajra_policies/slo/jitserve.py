@@ -90,7 +90,7 @@ class Jitserve:
                 self._calls.setdefault(request.program, {})[request] = None
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Average step times; every `refresh_steps` steps, discard all priorities."""
+        """Add the step's duration to the mean step time; every `refresh_steps` steps, discard all priorities."""
         if not self._num_steps:
             self._durations.clear()
         self._durations.append(step.duration_s)

@@ -120,7 +120,9 @@ class PastFuture(FixedChunk):
         return True
 
     def _entry(self, request: RequestView) -> tuple[float, float]:
-        """Return (a, b) of a request; a includes the largest possible empty part of its last block."""
+        """Return (a, b) of a request, as in `peak_tokens`; a includes the largest possible empty part of the request's
+        last block.
+        """
         return (request.num_known_tokens + self._slack_tokens, self._to_come(request))
 
     def _to_come(self, request: RequestView) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Reading:
-    """Reader who reads received tokens at up to `speed` tokens per second, and expects the first after `ttft_s`.
+    """Reader who reads received tokens at up to `speed` tokens per second, and expects the first token after `ttft_s`.
 
     Tokens that arrive faster than they are read wait in a buffer; they add nothing until they are read. Times are
     seconds from the arrival of the request.
@@ -34,8 +34,8 @@ class Reading:
         self.num_tokens += num_tokens
 
     def area_after(self, seconds: float, delay_s: float, rate: float) -> float:
-        """Return the integral of the tokens read until `seconds` after `at_s`, if `rate` tokens per second arrive from
-        `delay_s` after `at_s` on.
+        """Return the integral over time of the number of tokens read, until `seconds` after `at_s`, if `rate` tokens
+        per second arrive from `delay_s` after `at_s` on.
         """
         return self.area + self._read(seconds, delay_s, rate)
 
@@ -52,7 +52,7 @@ class Reading:
         return 1.0 if expected <= 0 else min(self.area / expected, 1.0)
 
     def _read(self, seconds: float, delay_s: float, rate: float) -> float:
-        """Return the integral of the tokens read over the next `seconds`."""
+        """Return the integral over time of the number of tokens read, from `at_s` until `seconds` later."""
         delay_s = min(delay_s, seconds)
         buffered = self.num_tokens - self.num_read
         area, read = self._drained(delay_s, self.num_read, buffered, 0.0)
@@ -60,7 +60,9 @@ class Reading:
         return area + more
 
     def _drained(self, seconds: float, read: float, buffered: float, rate: float) -> tuple[float, float]:
-        """Return (integral of the tokens read, tokens read at the end) over a period with constant arrivals."""
+        """Return (integral over time of the number of tokens read, this number at the end) for a period in which tokens
+        arrive at the constant `rate`.
+        """
         inflow = min(rate, self.speed)
         full_s = seconds if inflow >= self.speed else min(seconds, buffered / (self.speed - inflow))
         rest_s = seconds - full_s

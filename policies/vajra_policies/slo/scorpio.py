@@ -71,7 +71,7 @@ class Scorpio(FixedChunk):
         self._context_tokens = 0
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
-        """Add the decodes with a credit of 1, then prompts by urgency."""
+        """Add the decodes with a credit of at least 1, then prompts by urgency."""
         running = replica.running()
         self._tightest_s = min((self._tpot_s(one) for one in running), default=float("inf"))
         self._virtual_size = sum(self._tightest_s / self._tpot_s(one) for one in running)

@@ -112,7 +112,9 @@ class SlidingServe:
         return min(batch.max_chunk(request), room) if room > 0 else None
 
     def _first_of_two(self, request: RequestView, now: BatchFeatures) -> int:
-        """Return C_1 for a step with these decodes, as if all prompt tokens of the step belonged to this request."""
+        """Return C_1 for a step with the decodes of `now`, as if all prompt tokens of the step belonged to this
+        request.
+        """
         config, (s_1, s_2) = self._config, self._slacks
         done, decodes = request.num_computed_tokens, now.num_decodes
         following = BatchFeatures().with_decodes(decodes, now.decode_context_tokens + decodes)
@@ -127,9 +129,10 @@ class SlidingServe:
         return first_of_two(t_1, t_2, s_1, s_2, sizes) or config.min_chunk
 
     def _late(self, replica: LocalReplicaView, now: float) -> frozenset[RequestView]:
-        """Return the prompts to skip: those of the first `candidates` that have a TTFT SLO and are not chosen.
+        """Return the prompts to skip: among the first `candidates` prompts, those that have a TTFT SLO and are not
+        chosen.
 
-        Empty if all of these, or none of them, can be in time.
+        Empty if all candidates with a TTFT SLO can be in time, or if none can.
         """
         heads = [*replica.partial_prefills()]
         for request in replica.waiting():

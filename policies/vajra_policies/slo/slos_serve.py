@@ -116,7 +116,7 @@ class SlosServe(FixedChunk):
             self._admitted[request] = is_in
 
     def _step_tokens(self, replica: LocalReplicaView) -> int:
-        """Return B, the largest number of tokens of a step within `step_s`, including those of its decodes."""
+        """Return B, the largest number of tokens, including those of decodes, in a step that takes at most `step_s`."""
         running = replica.running()
         decodes = BatchFeatures().with_decodes(len(running), sum(one.num_known_tokens for one in running))
         most = most_that_fits(

@@ -19,7 +19,9 @@ class DueTimes:
         self._first_token_at: dict[RequestView, float] = {}
 
     def due_at(self, request: RequestView) -> float | None:
-        """Return the time at which the decode's next token is due, seconds on the run's clock; None without an SLO."""
+        """Return the time at which the decode's next token is due, seconds on the run's clock; None without a TBT SLO,
+        or before the first token.
+        """
         tbt_s, last_at, num_tokens = request.tbt_slo_s, request.last_token_at, request.num_output_tokens
         if tbt_s is None or last_at is None:
             return None

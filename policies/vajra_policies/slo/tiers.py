@@ -36,14 +36,14 @@ class TierConfig(PolicyConfig):
 
 @dataclass(slots=True)
 class _Outputs:
-    """Output tokens of a tier's ended requests."""
+    """Mean number of output tokens of a tier's ended requests, and the number of these requests."""
 
     mean: float
     count: int = 0
 
 
 class Tiers:
-    """Tiers by number, from 0, the tightest. The policy reports requests that have ended (`learn`)."""
+    """Tiers of TPOT SLOs, numbered from 0, the tightest. The policy reports requests that have ended (`learn`)."""
 
     def __init__(self, config: TierConfig, context: PolicyContext) -> None:
         self._tpots_s = config.tiers_s
@@ -61,7 +61,9 @@ class Tiers:
             outputs.mean += (request.num_output_tokens - outputs.mean) / outputs.count
 
     def target_tier(self, request: RequestView) -> int:
-        """Return the loosest tier that meets the TPOT SLO, or else the tightest; without an SLO, the loosest tier."""
+        """Return the loosest tier that meets the request's TPOT SLO, or the tightest tier if none does; without a TPOT
+        SLO, the loosest.
+        """
         tpot_s = tpot_target_s(request)
         last = len(self._tpots_s) - 1
         return last if tpot_s is None else max(sum(one <= tpot_s for one in self._tpots_s) - 1, 0)
@@ -78,7 +80,7 @@ class Tiers:
 
     def _in_time(self, request: RequestView, tier: int, prefill_s: float, step_s: float, now: float) -> bool:
         """Return True if the request has no TTFT SLO, or if its first token meets this SLO and its second token arrives
-        within the SLO plus one TPOT.
+        within the TTFT SLO plus one TPOT.
         """
         if request.ttft_slo_s is None:
             return True
@@ -92,7 +94,7 @@ class Tiers:
         self, request: RequestView, replica: ReplicaLoadView, tier: int, now: float, *, is_attainable: bool
     ) -> bool:
         """Return True if a replica of this tier, with the request, meets the SLOs for the first token, the second token
-        and each step, and has enough memory. Without `is_attainable`, the first two are not checked.
+        and each step, and has a slot and enough memory. Without `is_attainable`, the first two are not checked.
         """
         prompt = request.num_prompt_tokens
         hit = min(replica.prefix_hit_tokens(request), prompt - 1)

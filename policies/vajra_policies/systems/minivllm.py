@@ -50,7 +50,7 @@ class Minivllm:
         return num_remaining_tokens
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Return the reason if the request can outgrow the budget: after a preemption, it might then never be
+        """Return a reason for refusal if the request can outgrow the budget: after a preemption, it might never be
         readmitted.
         """
         return outgrows(request, self._budget)

@@ -72,7 +72,7 @@ class NanoVllm:
         return min(num_remaining_tokens, self._budget) if self._chunks_first else num_remaining_tokens
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """With `whole`, return the reason if the request can outgrow the budget: after a preemption, it might then
+        """With `whole`, return a reason for refusal if the request can outgrow the budget: after a preemption, it might
         never be readmitted.
         """
         return None if self._chunks_first else outgrows(request, self._budget)

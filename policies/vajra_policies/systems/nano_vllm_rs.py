@@ -102,8 +102,8 @@ class NanoVllmRs:
         return num_remaining_tokens if self._chunk_size is None else self._cut(num_remaining_tokens, self._budget)
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Without chunked prefill, return the reason if the sequence can outgrow the budget: it might then wait at the
-        head forever.
+        """Without chunked prefill, return a reason for refusal if the request's sequence can outgrow the budget: it
+        might wait at the head forever.
         """
         return outgrows(request, self._budget, "prompt tokens") if self._chunk_size is None else None
 
@@ -189,7 +189,9 @@ class NanoVllmRs:
 
 
 def _victim_key(request: RequestView) -> tuple[int, int]:
-    """Return the sort key of victims, of which the largest is preempted first: least urgent, then latest admitted."""
+    """Return the sort key of a victim. The victim with the largest key is preempted first: the least urgent one, among
+    equals the latest admitted.
+    """
     return request.priority, request.admitted_index
 
 

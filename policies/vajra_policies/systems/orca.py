@@ -48,7 +48,7 @@ class Orca:
         return num_remaining_tokens
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Return the reason if no step can hold the prompt, which would then wait at the head forever."""
+        """Return a reason for refusal if no step can hold the prompt: the request would wait at the head forever."""
         limit = self._token_limit
         if limit is None or request.num_prompt_tokens <= limit:
             return None

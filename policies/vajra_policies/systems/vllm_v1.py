@@ -92,7 +92,7 @@ class VllmV1:
       leaves the step and its tokens return to the budget. The needing request keeps the chunk size with which it was
       first tried.
     2. If no request was preempted, waiting requests are admitted from the head until budget, limit or blocks are used
-      up. Requests behind the head are not considered, and no request is preempted for it.
+      up. Only a request that waits for its KV or its adapter is passed over; no request is preempted for the head.
 
     Differences from vLLM: its null block is not a block here, so `num_blocks` is one less (the watermark still counts
     it); exact ties of priority and arrival go by submission, not by the text of the id; blocks cached for tokens that a
@@ -123,7 +123,9 @@ class VllmV1:
         return num_remaining_tokens if self._budget is None else min(num_remaining_tokens, self._budget)
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Return the reason if the sequence can outgrow the budget: without chunked prefill, it could wait forever."""
+        """Without chunked prefill, return a reason for refusal if the request's sequence can outgrow the budget: it
+        could wait forever.
+        """
         if self._config.chunked_prefill:
             return None
         return outgrows(request, self._budget, "tokens without chunked prefill")

@@ -18,7 +18,7 @@ def outgrows(request: RequestView, budget: int | None, counted: str = "tokens") 
     """Return the reason why a sequence computed in one piece (also after a preemption) could get stuck; None if it
     cannot.
 
-    `budget`: largest number of tokens of a step; None: any number. `counted`: name of the budget, for the message.
+    `budget`: largest number of tokens of a step; None: any number. `counted`: what the budget counts, for the message.
     """
     if budget is None or request.num_prompt_tokens + request.max_tokens - 1 <= budget:
         return None
