@@ -57,7 +57,7 @@ class SoftReflectiveCeiling(Holding):
             self._priorities = sorted([*self._priorities, request.priority])
         line = self._line_of(request)
         if line.waits_behind(request):
-            return self._closed(line, request, now, "more urgent requests wait")
+            return self._closed(line, request, now, "requests that come first wait")
         saturation = saturation_for(self._config, request, replicasets)
         rank = self._priorities.index(request.priority)
         period = opening_period(saturation, rank, len(self._priorities))
