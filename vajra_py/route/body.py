@@ -165,5 +165,7 @@ def for_prompt(body: Mapping[str, Any]) -> bytes:
 
 
 def with_kv(body: Mapping[str, Any], params: Any) -> bytes:
-    """Return the body that makes a server decode with KV from another server; `params` are its `kv_transfer_params`."""
+    """Return the body that makes a server decode with KV from another server; `params`: `kv_transfer_params` from that
+    server's answer.
+    """
     return json.dumps({**body, "kv_transfer_params": params}).encode()

@@ -188,7 +188,8 @@ class RouteCore(Backend[BackendReplica]):
     def lose(
         self, clock: int, replicaset: str, replica_id: int, detail: str, sent: Sequence[str] | None = None
     ) -> None:
-        """Take a server out of service, and place again its requests that have no output. Does nothing if it is down.
+        """Take a server out of service, and place again its requests that have no output. Does nothing if the server is
+        down.
 
         `sent` lists the ids of the requests that had been sent, for which the failure counts as an attempt. None: all
         of the server's requests had been sent.

@@ -176,8 +176,8 @@ class MicroRequests(FixedChunk):
         super().schedule(replica, batch, now)
 
     def _here(self, request: RequestView, replica: LocalReplicaView) -> Cut | None:
-        """Return the cut of a request whose first part belongs to this replica and whose second part to another; None
-        for other requests.
+        """Return the cut of a request whose first part belongs to this replica and whose second part belongs to another
+        replica; None for other requests.
         """
         cut = self._cuts.get(request)
         return cut if cut is not None and cut.first == replica.replica_id != cut.second else None
