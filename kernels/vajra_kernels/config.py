@@ -18,7 +18,7 @@ MIN_SPLIT_TOKENS = 128
 SPLITS_PER_SM = 8
 """Target number of decode programs per multiprocessor, large enough that the last, partial wave takes little time."""
 MAX_PIECES = 2048
-"""Largest number of pieces of a batch beyond one per sequence, on GPUs of up to 256 multiprocessors."""
+"""Largest number by which the pieces of a batch exceed its sequences, on GPUs of up to 256 multiprocessors."""
 MIN_CHUNK_SPLIT_TOKENS = 512
 """Shortest part of a chunk's KV in tokens; shorter ones cost more in start-up and merging than their parallelism
 gains."""
@@ -81,7 +81,7 @@ def ragged_config(group: int, max_query_len: int, head_pad: int, element_bytes: 
 
     128 rows with 8 warps suit ``wgmma``; with 64 positions (32 for head dimensions above 128) the accumulators leave
     room for two loads in flight. For head dimensions above 64, GPUs that are not ``_is_large`` use smaller tiles, since
-    these would spill registers.
+    tiles of this size would spill registers there.
     """
     rows = group * max_query_len
     if element_bytes == 4:
@@ -116,7 +116,9 @@ def _rows64_config(head_pad: int, device: DeviceFacts) -> TileConfig:
 
 
 def _widest_config(rows: int, device: DeviceFacts) -> TileConfig:
-    """Return the tile for head dimension 512, where two buffers of K and V leave shared memory for few query rows."""
+    """Return the tile for head dimension 512, for which two buffers of K and V leave shared memory for only a few query
+    rows.
+    """
     if rows > 16 and device.shared_limit_bytes > 150 * 1024:
         return TileConfig(64, 16, 8, 5)
     return TileConfig(16, 16, 4, 5)

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 GROUP_BYTES = 2 << 20
 """Largest gathered K of one decode group in bytes, so that it is still in the CPU cache when it is multiplied."""
 GROUP_WASTE = 96 << 10
-"""Number of padding elements (K and V) that cost about as much as the overhead of one more group. The cost is that of
-multiplying them, so half precision is not cheaper."""
+"""Number of padding elements (K and V) that cost about as much time as the overhead of one more group. The time is that
+of multiplying the padding, so it is not less in half precision.
+"""
 PIECE_ROWS = 64
 """Number of query tokens in one piece of a chunk."""
 
@@ -45,8 +46,8 @@ class KeyRange:
         first: first slot, if ``slots`` is None.
         num_rows: number of sequences gathered together.
         length: number of keys per sequence, padded.
-        buffers: (memory into which the step's layers gather rows of tokens, its view by head), by ("k" or "v", number
-            of KV heads, elements per row).
+        buffers: memory into which the step's layers gather rows of tokens: (the memory, its view by head) for each
+            ("k" or "v", number of KV heads, elements per row).
     """
 
     slots: torch.Tensor | None
@@ -170,7 +171,9 @@ class _Planner:
         return tuple(self._group(members, lane) for members in _similar(decodes, self.token_bytes, self.itemsize))
 
     def _group(self, members: list[tuple[int, int, int]], lane: Ints) -> DecodeGroup:
-        """Return the group of ``members`` (longest first); ``lane`` is 0, 1, ... up to at least their length."""
+        """Return the group of ``members`` (longest first); ``lane`` is 0, 1, ..., with at least one entry per key of
+        the longest.
+        """
         length = members[0][0]
         even = members[-1][0] == length
         members.sort(key=_row_of)
@@ -191,9 +194,9 @@ class _Planner:
         return DecodeGroup(None if consecutive else torch.tensor(rows), rows[0], keys, mask)
 
     def _slots(self, seqs: list[int], counts: Ints, lane: Ints) -> Ints:
-        """Return each sequence's last ``counts`` slots in order, int32 [n, length of lane].
+        """Return the slots of the last ``counts[i]`` keys of each sequence i, in order, int32 [n, length of lane].
 
-        A row's entries from its count on are arbitrary.
+        The entries of row i from ``counts[i]`` on are arbitrary.
         """
         block_size = self.metadata.block_size
         table = self.table[seqs]

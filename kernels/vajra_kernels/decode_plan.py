@@ -109,7 +109,9 @@ def plan_launch(
     window: int | None,
     device: DeviceFacts,
 ) -> Launch:
-    """Return the launch that writes a plan of ``num_pieces`` (``max_pieces``) for ``metadata`` into ``plan``."""
+    """Return the launch that writes a plan of ``num_pieces`` pieces (see ``max_pieces``) for ``metadata`` into
+    ``plan``.
+    """
     pad = next_power_of_2(metadata.num_seqs)
     pieces = max(1, min(_MOST_PIECES, _COMPARISONS // pad))
     arguments = {

@@ -42,7 +42,9 @@ def load_adjusted(
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Return float32 logits [TILE] from ``start`` on after penalties, -inf beyond the vocabulary."""
+    """Return the float32 logits [TILE] of the tokens from ``start`` on, with penalties applied; -inf beyond the
+    vocabulary.
+    """
     token = start + tl.arange(0, TILE)
     ok = token < VOCAB
     logit = tl.load(logits_ptr + token, mask=ok, other=float("-inf")).to(tl.float32)

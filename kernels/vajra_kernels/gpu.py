@@ -1,7 +1,7 @@
 """The Triton launches of one paged-attention call.
 
 Invariants:
-    - A batch that has only decodes uses the split-KV decode kernel; one without leading decodes, the ragged kernel.
+    - A batch that has only decodes uses the split-KV decode kernel; one without leading decodes uses the ragged kernel.
     - A mixed batch uses one ragged launch if its sequences are so short that the ragged kernel would not split a chunk
       with a context of that length (``config.chunk_splits``). Otherwise its decodes use the decode kernel, since in the
       ragged kernel a single program may have to read all of a decode's long context.

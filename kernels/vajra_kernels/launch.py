@@ -62,7 +62,7 @@ def dot_mode(dtype: torch.dtype) -> tuple[bool, str | None]:
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
-    """Return the properties of a tensor's device that configurations depend on, cached.
+    """Return the properties of a device on which kernel configurations depend; they are read once per device.
 
     For CPU tensors (in the interpreter), these are the properties of an H200.
     """

@@ -16,7 +16,7 @@ from vajra_kernels.operands import Rotation
 from vajra_kernels.reference import write_kv_reference
 
 LAYER_TOLERANCES = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Largest allowed error by dtype of the result."""
+"""Largest allowed error, by dtype of the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,10 @@ class RotationCase:
 
 
 def norm_error(kind: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator, device: str) -> float:
-    """Return the largest error of a norm and of the addition before it, on rows of a wider tensor; weights are float32.
+    """Return the larger of the errors of a norm and of the addition before it, on rows of a wider tensor.
 
-    ``kind`` is "norm", "add" (a part is added first) or "add normed" (the part is normalised and added first).
+    ``kind`` is "norm", "add" (a part is added first) or "add normed" (the part is normalised and added first). Weights
+    are float32.
     """
     num_rows, width = shape
     hidden = torch.randn((num_rows, width + 8), generator=generator).to(device, dtype)[:, :width]

@@ -60,9 +60,10 @@ def seen_by(
     TOKENS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return (last position for each row, last position for the tile's first token, end of the tile's positions).
+    """Return (last position of each row, last position of the tile's first token, end of the tile's positions).
 
-    These are the KV positions that a row, the first token and the whole tile attend to; the end is exclusive.
+    The positions of a row, token or tile are the KV positions that it attends to. The last positions are inclusive, the
+    end is exclusive.
     """
     if CAUSAL:
         first_position = kv_len - query_len + first_token

@@ -59,7 +59,7 @@ def attention_reference(
 
 
 def write_kv_reference(new: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write ``new`` [T, Hkv, D] to ``cache``, skipping negative slots (one of ``ops.write_kv``'s two caches)."""
+    """Write ``new`` [T, Hkv, D] to ``cache``, one of the two caches of ``ops.write_kv``; negative slots are skipped."""
     for row, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
             cache[slot // cache.shape[1], slot % cache.shape[1]] = new[row].to(cache.dtype)

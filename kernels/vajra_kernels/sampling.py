@@ -14,7 +14,8 @@ def sample_tokens(logits: torch.Tensor, parameters: torch.Tensor, seen: torch.Te
     Args:
         logits: any float dtype, with dense rows; not modified.
         parameters: float64 [R, len(Column)].
-        seen: int32 [H, V], for each history, twice a token's count in the output, plus 1 if it is in the prompt.
+        seen: int32 [H, V], for each history and token: 2 * (count of the token in the output), plus 1 if the token is
+            in the prompt.
     """
     from vajra_kernels.draw import sample_launch
 

@@ -52,8 +52,8 @@ class StaticCase:
         max_shared_bytes: bound of shared memory per program.
         wants_wgmma: True if the products must be Hopper's warp-group instructions.
         wants_overlap: True if loads of a later K/V tile must be in flight while a tile is multiplied.
-        max_stack_bytes: bound of stack per thread; above 0 if one Triton version keeps an address on the stack, at head
-            dimension 512, and in sampling.
+        max_stack_bytes: bound of stack per thread; above 0 only for a case in which one Triton version keeps an address
+            on the stack, for head dimension 512, and for sampling.
     """
 
     name: str
@@ -210,9 +210,9 @@ def _layer_cases() -> Iterator[StaticCase]:
 
 
 def _sampling_cases() -> Iterator[StaticCase]:
-    """Yield the cases of sampling, for two programs of 256 threads per multiprocessor.
+    """Yield the cases of sampling, whose bounds let two programs of 256 threads run on each multiprocessor.
 
-    They may use up to 80 bytes of stack, outside the passes over the logits.
+    The kernel may use up to 80 bytes of stack, outside the passes over the logits.
     """
     tokens, seen = torch.zeros(16, dtype=torch.int64), torch.zeros((1, 151936), dtype=torch.int32)
     parameters = torch.zeros((16, len(Column)), dtype=torch.float64)

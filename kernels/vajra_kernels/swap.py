@@ -11,7 +11,7 @@ Invariants:
       submitted after a copy to the device sees the copied blocks.
     - ``to_host`` and ``to_device`` do not block the caller. The host memory may be read only after both streams have
       completed (``synchronize``).
-    - ``beside`` returns a second ``SwapSpace`` for the same memory, with separate streams and buffers, whose copies are
+    - ``beside`` returns a second ``SwapSpace`` for the same memory, with separate streams and buffers. Its copies are
       ordered with other work by ``follow`` and ``synchronize`` only. Its ``to_host`` and ``to_device`` block until a
       buffer is free, so that few copies are pending: a device makes copies of one direction one after the other, and
       the copy of a step's tokens would otherwise wait for all of them.
@@ -31,7 +31,9 @@ from vajra_kernels.ops import copy_words
 
 NUM_BUFFERS = 2
 BUFFER_BYTES = 32 * 2**20
-"""Bytes of each device buffer, whose transfer takes about one millisecond."""
+"""Largest size of a device buffer in bytes, unless a single block is larger. Transferring this many bytes takes about
+one millisecond.
+"""
 
 Pairs = Sequence[tuple[int, int]]
 """Pairs of (device block, host block)."""
@@ -230,7 +232,7 @@ class SwapSpace:
             copy_words(part, words, moved)
 
     def _parts(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return each cache's part of rows of words, [num_layers, num_rows, words per block]."""
+        """Return the part of ``rows`` that belongs to each cache, as words [num_layers, num_rows, words per block]."""
         parts = torch.split(rows, self._widths, 1)
         return [
             part.view(-1, words.shape[0], words.shape[2]).transpose(0, 1)

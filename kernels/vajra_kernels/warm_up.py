@@ -97,7 +97,8 @@ def _call(kind: AttentionKind, cache: tuple[torch.Tensor, torch.Tensor], metadat
 def _batches(limits: Limits, k_cache: torch.Tensor) -> Iterator[AttentionMetadata]:
     """Yield batches of decodes and batches of one chunk whose bounds select every possible launch.
 
-    A mixed batch uses the launches of a batch of chunks, or those of a batch of decodes and of a batch of chunks.
+    A mixed batch needs no other launches: it uses those of a batch of chunks, or those of a batch of decodes together
+    with those of a batch of chunks.
     """
     contexts = _powers(limits.max_kv_len)
     for num_seqs in _powers(limits.max_seqs):

@@ -42,7 +42,8 @@ class PromptTokenizer(Protocol):
     def encode(self, text: str, *, is_rendered: bool) -> Sequence[int]:
         """Return a text's token ids.
 
-        `is_rendered`: no special tokens are added, since a chat template has added them or the client wants none.
+        If `is_rendered` is True, no special tokens are added, because a chat template has added them or the client
+        wants none.
         """
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], end: ChatEnd) -> str:
@@ -63,7 +64,7 @@ class _PlainTokenizer:
         return self._encode(text, not is_rendered)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], end: ChatEnd) -> str:
-        """See `PromptTokenizer`; there is no template."""
+        """See `PromptTokenizer`; always raises, since there is no template."""
         raise ConfigError(Problem("messages", "there is no chat template", "Allowed: a model's folder"))
 
 
@@ -78,9 +79,10 @@ def by_bytes(text: str) -> Sequence[int]:
 
 
 def tokenizer_of(path: str | None) -> PromptTokenizer:
-    """Load the tokenizer at `path`, a model's folder or a tokenizer.json; None: four bytes are one token.
+    """Load the tokenizer at `path`, a model's folder or a tokenizer.json. If `path` is None, four bytes count as one
+    token.
 
-    Raises `OSError`, `ValueError` or `ConfigError` if it cannot be read.
+    Raises `OSError`, `ValueError` or `ConfigError` if the tokenizer cannot be read.
     """
     if path is None:
         return _PlainTokenizer(lambda text, adds_special: by_bytes(text))
@@ -163,5 +165,7 @@ def for_prompt(body: Mapping[str, Any]) -> bytes:
 
 
 def with_kv(body: Mapping[str, Any], params: Any) -> bytes:
-    """Return the body that makes a server decode with KV from another server; `params` are its `kv_transfer_params`."""
+    """Return the body that makes a server decode with KV from another server; `params`: `kv_transfer_params` from that
+    server's answer.
+    """
     return json.dumps({**body, "kv_transfer_params": params}).encode()

@@ -108,7 +108,9 @@ def servers_of(config: SystemConfig) -> Mapping[tuple[str, int], ServerConfig]:
 
 
 def description(controller: Controller) -> dict[str, Any]:
-    """Return, for each replicaset, the largest maximum length and number of blocks of any server, for a recording."""
+    """Return for each replicaset, for a recording, the largest `max_model_len` and the largest number of blocks among
+    its servers.
+    """
     found: dict[str, Any] = {}
     for name, replicaset in controller.replicasets.items():
         limits = [one.limits for one in replicaset.replicas]

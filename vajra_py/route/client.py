@@ -95,7 +95,7 @@ class ServerClient:
         return await connection.ask(head, body, self._settings.first_token_timeout_s)
 
     async def read(self, answer: ServerAnswer, most: int) -> bytes:
-        """Return the whole body of an answer. Raises `ServerFault`, also if it exceeds `most` bytes."""
+        """Return the whole body of an answer. Raises `ServerFault`, also if the body exceeds `most` bytes."""
         body = bytearray()
         while piece := await answer.read():
             body += piece
@@ -104,7 +104,8 @@ class ServerClient:
         return bytes(body)
 
     async def prompt_params(self, connection: Connection, path: str, body: bytes, headers: Headers) -> Any:
-        """Make a server compute a prompt; return the `kv_transfer_params` with which another server fetches its KV.
+        """Make a server compute a prompt; return the `kv_transfer_params` with which another server fetches the
+        prompt's KV.
 
         Raises `ServerFault`.
         """
@@ -122,7 +123,10 @@ class ServerClient:
         return found.get("kv_transfer_params") if isinstance(found, dict) else None
 
     async def figures(self, url: str) -> Figures | None:
-        """Return a server's load from /metrics; None if it is not reported. Raises `ServerFault` without an answer."""
+        """Return a server's load from /metrics; None if the load is not reported.
+
+        Raises `ServerFault` if the server does not answer.
+        """
         status, text = await self._get(url, "/metrics")
         return read_figures(text) if status == 200 else None
 

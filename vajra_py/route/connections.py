@@ -24,8 +24,8 @@ _MOST_UNREAD_BYTES = 2**18
 _KEPT_S = 15.0
 """Seconds for which an idle connection is kept for another request."""
 _LAST_BYTES_S = 1.0
-"""Seconds to wait for the end of an unneeded answer, so that its connection can be kept; also for connections to close
-when the pool is closed.
+"""Seconds to wait for the last bytes of an answer of which nothing more is needed, so that its connection can be kept;
+also seconds to wait for connections to close when the pool is closed.
 """
 _JOINED_BYTES = 2**16
 """Maximum size in bytes of a body that is sent in one piece with the head."""
@@ -35,8 +35,8 @@ class ServerFault(Exception):
     """Raised if a server does not answer, or its answer is invalid or reports a failure.
 
     Attributes:
-        is_down: True if it accepts no connections.
-        status: HTTP status of its answer; 0 without an answer.
+        is_down: True if the server accepts no connections.
+        status: HTTP status of the answer; 0 if there is none.
     """
 
     def __init__(self, message: str, *, is_down: bool = False, status: int = 0, body: bytes = b"") -> None:
@@ -131,7 +131,9 @@ class ServerAnswer:
         return piece
 
     def limit(self, limit_s: float, silence: str) -> None:
-        """Wait at most `limit_s` seconds for each further piece; then fail the answer with the message `silence`."""
+        """From now on, fail the answer with the message `silence` if its reader waits longer than `limit_s` seconds for
+        a piece.
+        """
         self._limit_s, self._silence = limit_s, silence
         self._timer.cancel()
         self._timer = self._loop.call_later(limit_s, self._check)
@@ -204,7 +206,7 @@ class Connection(asyncio.Protocol):
         """False if the rest of the answer is discarded."""
         self._num_head_bytes = 0
         self._has_length = False
-        """True if the end of the body does not depend on the end of the connection."""
+        """True if the headers determine where the body ends; False if it ends when the server closes the connection."""
         self._is_kept = True
         self.is_paused = False
         """True while reading is paused."""
@@ -250,7 +252,9 @@ class Connection(asyncio.Protocol):
         return answer
 
     def release(self, is_complete: bool, *, is_at_end: bool) -> None:
-        """Return the connection to the pool, at once or after the rest of the answer, or close it."""
+        """Return the connection to the pool if it can be reused: at once if the answer `is_complete`, after its last
+        bytes if it `is_at_end`. Otherwise close the connection.
+        """
         if self.is_paused:
             self.resume()
         if is_complete:

@@ -123,7 +123,9 @@ class RouteCore(Backend[BackendReplica]):
     # Events
 
     def advance(self, clock: int, *events: tuple[Phase, Any]) -> int:
-        """Apply `events` and all scheduled events due, at `clock` or the first free tick after it; return that tick."""
+        """Apply `events`, and all scheduled events that are due, at `clock` or at the first free tick after it; return
+        that tick.
+        """
         driver, now = self._driver, self._begin(clock)
         for phase, payload in events:
             driver.events.push(now, phase, payload)
@@ -186,7 +188,8 @@ class RouteCore(Backend[BackendReplica]):
     def lose(
         self, clock: int, replicaset: str, replica_id: int, detail: str, sent: Sequence[str] | None = None
     ) -> None:
-        """Take a server out of service, and place again its requests that have no output. Does nothing if it is down.
+        """Take a server out of service, and place again its requests that have no output. Does nothing if the server is
+        down.
 
         `sent` lists the ids of the requests that had been sent, for which the failure counts as an attempt. None: all
         of the server's requests had been sent.
@@ -335,7 +338,7 @@ class RouteCore(Backend[BackendReplica]):
 
 
 def _send_waiting(replica: Replica, now: int) -> None:
-    """Send the waiting requests of a server; replaces the forming of a step."""
+    """Send the waiting requests of a server; called in place of forming a step."""
     cast(RemoteReplica, replica).send_waiting(now)
 
 

@@ -58,7 +58,7 @@ class StreamScan:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens received so far, estimated as the number of events without the end mark; at least 1."""
+        """Number of tokens received so far, at least 1: estimated as the number of events other than the end mark."""
         return max(1, self.num_events - self.saw_end)
 
     @property
@@ -81,7 +81,7 @@ class Exchange:
         self.routed = Routed(self._on_news)
         self._task: asyncio.Task[None] | None = None
         self._refused: tuple[int, bytes, str] | None = None
-        """Status, body and content type of a server's last refusal; sent to the client if no other server answers."""
+        """Status, body and content type of the last refusal by a server; sent to the client if no server answers."""
 
     def _on_news(self) -> None:
         if self._task is not None and not self.routed.has_begun:
@@ -152,7 +152,7 @@ class Exchange:
         raise error
 
     async def _at(self, place: Place) -> None:
-        """Send the request to one server, to answer it or to compute its prompt."""
+        """Send the request to one server, which answers it or computes its prompt."""
         try:
             if place.leaves:
                 await self._prompt_at(place)
@@ -288,7 +288,7 @@ def _passed_on(scope: Scope, *, has_own_keys: bool) -> Headers:
 
 
 def _usage(body: bytes) -> tuple[int, str]:
-    """Return the number of output tokens of an answer, and the reason of its end; (1, stop) if they are not stated."""
+    """Return the number of output tokens of an answer, and the reason of its end; (1, stop) if either is missing."""
     try:
         answer: Any = from_json(body)
         reason = answer["choices"][0]["finish_reason"]

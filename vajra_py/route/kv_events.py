@@ -43,11 +43,15 @@ class ServerBlocks:
         self._most_blocks = most_blocks
         self._digests: dict[_Key, bytes] = {}
         self._num_names: dict[bytes, int] = {}
-        """Number of the server's blocks for each hash; blocks of several groups can have the same tokens."""
+        """Number of the server's blocks with each content hash; blocks of several KV groups can contain the same
+        tokens.
+        """
         self._was_held: dict[bytes, bool] = {}
         """Hashes of the blocks that changed since the last call of `news`; True if the block was held at that call."""
         self.other_block_size = 0
-        """Block size of an event that was ignored because it differs from the settings; 0 if there was none."""
+        """Block size of the last event that was ignored because its block size differs from the settings; 0 if there
+        was none.
+        """
 
     @property
     def content(self) -> list[str]:
@@ -136,7 +140,9 @@ def _fields(event: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def _salt(fields: Mapping[str, Any]) -> str | None:
-    """Return the salt of an event's blocks; None if their content depends on more than tokens, such as an image."""
+    """Return the salt of an event's blocks; None if their content depends on anything else than tokens and salt, such
+    as an image.
+    """
     adapter = fields.get("lora_name") or ""
     found: list[Hashable] = []
     for keys in fields.get("extra_keys") or ():

@@ -83,7 +83,7 @@ class RemoteReplica(Replica):
         return num_tokens < self.limits.max_model_len and self.memory.fits(num_tokens)
 
     def send_waiting(self, now: int) -> None:
-        """Send waiting requests, most urgent first, while the estimate leaves room for them."""
+        """Send waiting requests, most urgent first, as long as they fit into the server by the estimate."""
         running_set, seconds = self.running_set, to_seconds(now)
         self._view.now = seconds
         self.builder.start(seconds)
@@ -124,7 +124,9 @@ class RemoteReplica(Replica):
         return True
 
     def complete_step(self, plan: StepPlan, result: StepResult, now: int) -> list[tuple[Request, EndReason]]:
-        """Apply the progress in `news`; return its request with the reason if it ended, otherwise an empty list."""
+        """Apply the progress in `news`. Return [(request, reason of its end)] if that request ended, otherwise an empty
+        list.
+        """
         news, self.news = self.news, None
         assert news is not None
         request = news.request
@@ -140,7 +142,10 @@ class RemoteReplica(Replica):
         return [(request, news.end)]
 
     def _add_tokens(self, request: Request, num_tokens: int, now: int) -> None:
-        """Record the tokens received since the last progress; their times are spread evenly over the interval."""
+        """Record the tokens received since the request's latest recorded token.
+
+        Their times are spread evenly between the time of that token and `now`.
+        """
         before = request.num_output_tokens
         num_new = num_tokens - before
         if num_new <= 0:
@@ -181,8 +186,8 @@ class RemoteLoad(LiveLoad):
 
     @property
     def _num_queued_there(self) -> int:
-        """Number of requests that wait in the server: those of its last report, plus the requests sent since then, minus
-        those that ended; 0 if none waited at the report.
+        """Number of requests that wait in the server: the number in its last report, plus the requests sent since that
+        report, minus the requests ended since; 0 if none waited at the report.
         """
         reported = self._reported
         if reported is None or not reported.num_waiting:
@@ -206,7 +211,7 @@ class RemoteLoad(LiveLoad):
 
     @property
     def free_blocks(self) -> int:
-        """Number of free KV blocks: that of the last report, less the blocks taken by requests since then."""
+        """Number of free KV blocks: the number in the last report, less the blocks taken by requests since then."""
         free, reported = self.replica.memory.free_blocks, self._reported
         if reported is None:
             return free

@@ -26,7 +26,7 @@ class ServerMemory(PagedKvMemory):
         self._recipient: ContentEvents | None = None
 
     def begin(self) -> None:
-        """Use the server's events from now on, and drop the estimated content."""
+        """From now on, take prefix hits from the server's events instead of the estimated content."""
         self.reported = {}
         self._events = self._pool.events = self._pool.hits = None
         if self._hits is not None:
@@ -35,7 +35,7 @@ class ServerMemory(PagedKvMemory):
             self._recipient.cleared()
 
     def end(self) -> None:
-        """Estimate the content from the prompts sent to the server from now on."""
+        """From now on, estimate the content from the prompts sent to the server."""
         self.reported = None
         if self._hits is not None:
             self._hits.index.cleared()

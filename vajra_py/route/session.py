@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _MOST_SILENCES = 3
 """Number of consecutive unanswered polls of /metrics after which a server counts as down."""
 _MOST_NAMES = 8
-"""Maximum number of names that a server's KV events may use for one block: one for each group of layers."""
+"""Maximum number of entries for each KV block in the index of a server's KV events: one for each group of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Routed:
     """State of one client's request."""
 
     on_news: Callable[[], None]
-    """Called after `place` has changed, and after the end."""
+    """Called after `place` has changed, and after the request has ended."""
     request: Request | None = None
     place: Place | None = None
     """Server to which the request is to be sent next; None once it is being sent."""

@@ -1,4 +1,6 @@
-"""Follow a server's KV events over ZeroMQ: subscribe, request missed batches, and clear the index if they are lost."""
+"""Follow a server's KV events over ZeroMQ: subscribe, request missed batches, and clear the index if these cannot be
+replayed.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ class Subscription:
             socket.close(linger=0)
 
     async def restart(self) -> None:
-        """Read the events from the start if connected, because the router has dropped the server's cached content."""
+        """If connected, clear the index and apply the batches that the server keeps for replay; called after the router
+        has dropped the server's cached content.
+        """
         async with self._turn:
             if self.is_following:
                 await self._begin()
@@ -181,7 +185,7 @@ class Subscription:
         self._on_report(CacheReport(0, *self._key, stored, removed, begins, ends))
 
     def _warn(self, message: str) -> None:
-        """Log a warning, each message only once."""
+        """Log a warning, unless the same message was logged before."""
         kind = message.lstrip("0123456789")
         if kind not in self._warned:
             self._warned.add(kind)
@@ -203,14 +207,16 @@ class KvFeeds:
         blocks: ServerBlocks,
         on_report: Callable[[CacheReport], None],
     ) -> None:
-        """Follow the events of a server; `on_report` is called in the event loop's thread, with tick 0."""
+        """Follow the events of a server; `on_report` is called in the event loop's thread, with reports whose tick is
+        0.
+        """
         one = self._ones[key] = Subscription(self._context, key, settings, blocks, on_report)
         self._begin(one.run())
 
     def restart(self, key: tuple[str, int]) -> None:
-        """Read a server's events from the start, because the router has dropped the server's cached content.
+        """Clear a server's index and apply the batches that the server keeps for replay.
 
-        Does nothing for a server without events.
+        Called after the router has dropped the server's cached content. Does nothing for a server without events.
         """
         one = self._ones.get(key)
         if one is not None:

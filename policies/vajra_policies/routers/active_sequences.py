@@ -1,5 +1,5 @@
-"""Active sequences of a router: the blocks that each replica computes and holds for the requests that the router sent
-to it.
+"""Active sequences of a router: for each replica, the prompt tokens to compute and the blocks held for the requests
+that the router sent to it.
 
 Source: Dynamo, `lib/kv-router`, active sequences.
 """
@@ -21,7 +21,7 @@ from vajra_py.contract import ReplicaId, RequestView
 class _Booking:
     replica_id: ReplicaId
     prefill_tokens: int
-    """Prompt tokens to compute; 0 once the prompt is computed."""
+    """Number of prompt tokens to compute; 0 once the prompt is computed."""
     blocks: Sequence[Hashable]
     num_blocks: int
     """Number of full blocks of the prompt, including blocks of unknown content."""
@@ -39,9 +39,9 @@ class ActiveSequences:
         self._assume_reuse = assume_reuse
         self._track_prefill = track_prefill
         self.prefill_tokens: Integers = np.zeros(num_replicas, dtype=np.int64)
-        """Number of prompt tokens that each replica has to compute."""
+        """Number of prompt tokens that each replica still has to compute."""
         self.blocks: Integers = np.zeros(num_replicas, dtype=np.int64)
-        """Number of blocks of each replica's active requests, including generated ones."""
+        """Number of full blocks of the prompts and outputs of each replica's active requests."""
         self.requests: Integers = np.zeros(num_replicas, dtype=np.int64)
         """Number of active requests of each replica."""
         self._bookings: dict[RequestView, _Booking] = {}
@@ -50,10 +50,10 @@ class ActiveSequences:
         self._holders = BlockHolders(num_replicas)
 
     def potential_blocks(self, blocks: Sequence[Hashable], num_blocks: int) -> Integers:
-        """Return the number of blocks that each replica would have with a further request.
+        """Return the number of blocks that each replica would have if this request were added.
 
-        `blocks`: blocks of the request's prompt with known content; `num_blocks`: number of all full blocks of its
-        prompt.
+        `blocks`: full blocks of the request's prompt whose content is known; `num_blocks`: number of all full blocks of
+        the prompt.
         """
         total = self.blocks + num_blocks
         return total - self._holders.counts(blocks) if self._assume_reuse else total
@@ -80,7 +80,7 @@ class ActiveSequences:
                 self._holders.add(block, replica_id)
 
     def admitted(self, request: RequestView) -> None:
-        """Record that the request now computes its prompt."""
+        """Record that the replica now computes the request's prompt."""
         if request in self._bookings:
             self._admitted[request] = None
 
@@ -98,19 +98,19 @@ class ActiveSequences:
             booking.prefill_tokens = 0
 
     def add_output_block(self, request: RequestView) -> None:
-        """Count another generated block of the request."""
+        """Count one more block of the request's output."""
         booking = self._bookings[request]
         booking.num_output_blocks += 1
         self.blocks[booking.replica_id] += 1
 
     def note_output_blocks(self, block_size: int) -> None:
-        """Count the full blocks that the active requests have generated."""
+        """Count the full blocks of output that the active requests have generated since the last call."""
         for request, booking in self._bookings.items():
             for _ in range(request.num_output_tokens // block_size - booking.num_output_blocks):
                 self.add_output_block(request)
 
     def free(self, request: RequestView) -> None:
-        """Remove a request that has ended, or is about to be counted again."""
+        """Stop counting a request, which has ended or is about to be counted anew."""
         self.prefill_complete(request)
         booking = self._bookings.pop(request, None)
         if booking is None:

@@ -55,7 +55,7 @@ class Ascendra(BindsOnArrival):
         self._prefill_time = context.prefill_time
         self._looks = PeriodicWakeUps(context.wake, config.interval_s)
         self._waiting: dict[RequestView, ReplicaId] = {}
-        """LP replica of each request with a TTFT SLO that waits there for the first time."""
+        """Requests with a TTFT SLO that wait for the first time, each with the LP replica where it waits."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """Return the least loaded LP replica."""

@@ -95,7 +95,7 @@ class Cascadeinfer(BindsOnArrival):
         self._at[request] = replica_id
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """Record that the request is at its target."""
+        """Record that the request is at the replica `target` now."""
         self._at[request] = target
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
@@ -104,7 +104,9 @@ class Cascadeinfer(BindsOnArrival):
             self._at.pop(request, None)
 
     def _members(self, pool: Sequence[ReplicaLoadView], length: int, now: float) -> Sequence[ReplicaLoadView]:
-        """Return the replicas for this length, in order of id; `pool`: the pool's replicas that are up."""
+        """Return the replicas for requests of this length, in order of id. `pool`: replicas of one pool that are up, in
+        order of id.
+        """
         stages = self._stages(pool, now)
         ends = accumulate(stage.num_replicas for stage in stages)
         return next(
@@ -124,7 +126,7 @@ class Cascadeinfer(BindsOnArrival):
 
 
 def _pools(replicas: Sequence[ReplicaLoadView]) -> list[list[ReplicaLoadView]]:
-    """Return the replicas of each pool that are up, in order of their ids."""
+    """Return, for each pool, its replicas that are up, in order of their ids."""
     return by_pool(sorted(those_up(replicas), key=lambda one: one.replica_id))
 
 

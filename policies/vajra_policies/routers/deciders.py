@@ -28,7 +28,7 @@ class Always:
         self._answer = answer
 
     def disaggregates(self, request: RequestView, decode: ReplicaLoadView, now: float) -> bool:
-        """Return the configured answer."""
+        """Return the same decision for every prompt."""
         return self._answer
 
 
@@ -46,8 +46,8 @@ class PrefixBasedConfig(OfPrefixProducer):
 
 
 class PrefixBased:
-    """Disaggregates a prompt if the decode replica would have to compute many tokens: prompt - cached >=
-    `non_cached_tokens`.
+    """Disaggregates a prompt if the decode replica would have to compute many of its tokens: prompt tokens - cached
+    tokens >= `non_cached_tokens` (or >, by `comparison`).
     """
 
     def __init__(self, config: PrefixBasedConfig, matches: PrefixMatches) -> None:

@@ -104,9 +104,9 @@ class Dynaserve(BindsOnArrival):
     def place_after_prompt(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
-        """Return the replica of the second part if the first part is computed and that replica is up.
+        """Return the replica of the second part if the first part is computed and the replica of the second part is up.
 
-        Otherwise None: the request continues where it is.
+        Otherwise return None: the request continues where it is.
         """
         cut = self._cuts.get(request)
         if cut is None or cut.first == cut.second or request.num_computed_tokens < cut.at_token:
@@ -176,8 +176,8 @@ class MicroRequests(FixedChunk):
         super().schedule(replica, batch, now)
 
     def _here(self, request: RequestView, replica: LocalReplicaView) -> Cut | None:
-        """Return the cut of a request whose first part belongs to this replica and whose second part to another; None
-        for other requests.
+        """Return the cut of a request whose first part belongs to this replica and whose second part belongs to another
+        replica; None for other requests.
         """
         cut = self._cuts.get(request)
         return cut if cut is not None and cut.first == replica.replica_id != cut.second else None

@@ -49,11 +49,11 @@ class FixedRange(PolicyConfig):
 
 
 class AdaptiveRange(PolicyConfig):
-    """Range from the smallest to the largest value of the candidates; equal values all score 1."""
+    """Range from the smallest to the largest value of the candidates; if all values are equal, each scores 1."""
 
 
 class Normalization(PolicyConfig):
-    """Range by which values are normalised; `adaptive_range` if neither is given."""
+    """Range by which values are normalised: one of these two, `adaptive_range` if neither is given."""
 
     fixed_range: FixedRange | None = None
     adaptive_range: AdaptiveRange | None = None
@@ -66,7 +66,7 @@ class Normalization(PolicyConfig):
 
 
 class ScoreAlgorithm(PolicyConfig):
-    """Direction of good values, low or high, and the range of values."""
+    """Direction of the score (low or high values are good), and the range by which values are normalised."""
 
     type: Literal["linear_lower_is_better", "linear_higher_is_better"]
     normalization: Normalization = Normalization()

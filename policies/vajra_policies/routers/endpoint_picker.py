@@ -89,7 +89,7 @@ class DisaggregatedEndpointPicker(EndpointPicker):
         self._order = how.order
         self._decider: DisaggregationDecider | None = None if how.decider is None else parts.build(how.decider)
         self._decode_of: dict[RequestView, ReplicaId] = {}
-        """Decode replica of each live request for which one was chosen."""
+        """For each live request, the decode replica chosen for it, if any."""
         is_decode_first = self._prefill is None or how.order == "decode-first"
         super().__init__(parts, self._decode if is_decode_first else profiles[PREFILL])
         self._forward_departures = getattr(self, "on_departures", None)

@@ -1,4 +1,6 @@
-"""Figures of all candidates as arrays, which are read once for each placement and shared by all parts."""
+"""Figures of all candidates as arrays, one element per candidate; they are read once for each placement and shared by
+all parts.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def candidates(replicas: Sequence[ReplicaLoadView]) -> Candidates:
 def fitting(
     replicas: Sequence[ReplicaLoadView], fits: NDArray[np.bool_], *, fallback: bool
 ) -> Sequence[ReplicaLoadView]:
-    """Return the replicas that fit, in their order; with `fallback`, all of them if none does."""
+    """Return the replicas for which `fits` is True, in their order; if there are none and `fallback` is True, return
+    all.
+    """
     if fits.all():
         return replicas
     kept = list(compress(replicas, fits.tolist()))
@@ -69,17 +73,17 @@ def ids(replicas: Sequence[ReplicaLoadView]) -> Integers:
 
 
 def running(replicas: Sequence[ReplicaLoadView]) -> Floats:
-    """Return each replica's number of requests that hold KV blocks."""
+    """Return for each replica the number of requests that hold KV blocks."""
     return _floats(replicas, "num_running")
 
 
 def waiting(replicas: Sequence[ReplicaLoadView]) -> Floats:
-    """Return each replica's number of requests that are assigned and not admitted."""
+    """Return for each replica the number of requests in its own queue: assigned and not admitted yet, or preempted."""
     return _floats(replicas, "num_waiting")
 
 
 def context_tokens(replicas: Sequence[ReplicaLoadView]) -> Floats:
-    """Return each replica's number of tokens whose KV it holds for running requests."""
+    """Return for each replica the number of tokens of running requests whose KV it holds."""
     return _floats(replicas, "num_context_tokens")
 
 
@@ -121,7 +125,7 @@ _READERS: dict[str, Any] = {  # attribute access is twice as fast as `getattr`
 
 
 def figure(replicas: Sequence[ReplicaLoadView], name: str) -> Floats:
-    """Return each replica's figure by its name: an attribute of `ReplicaLoadView`, or `kv_cache_utilization`."""
+    """Return the figure `name` of each replica: an attribute of `ReplicaLoadView`, or `kv_cache_utilization`."""
     return kv_usage(replicas) if name == "kv_cache_utilization" else _floats(replicas, name)
 
 

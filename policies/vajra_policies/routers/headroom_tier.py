@@ -43,7 +43,9 @@ class HeadroomTierFilter:
         self._stream = stream
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Keep one of the two tiers; replicas without a prediction count as missing the SLOs."""
+        """Keep the replicas that meet the SLOs or those that miss them; replicas without a prediction count as missing
+        them.
+        """
         if len(replicas) <= 1:
             return replicas
         predicted = self._predictions.latencies(request, replicas, now)

@@ -28,7 +28,8 @@ from vajra_py.contract import (
 
 IN_FLIGHT = "inflight-load-producer"
 PREFILL = "prefill"
-"""Profile whose share of a request ends with the first token."""
+"""Name of the profile whose share of a request is counted only until the first token, if another profile has a share.
+"""
 
 
 class InFlightConfig(OfPrefixProducer):
@@ -81,14 +82,16 @@ class InFlightLoad:
         return self._requests[figures.ids(replicas)]  # type: ignore[return-value]  # an array is a sequence of numbers
 
     def num_tokens(self, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Return the number of tokens in flight at each replica: each request's uncached prompt tokens until its first
-        token, plus its estimated output if that is counted.
+        """Return the number of tokens in flight at each replica: the uncached prompt tokens of requests without a first
+        token, plus the estimated outputs of all requests if these are counted.
         """
         self._note_first_tokens()
         return self._tokens[figures.ids(replicas)]  # type: ignore[return-value]
 
     def request_tokens(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Return the number of uncached prompt tokens at each replica, plus the estimated output if that is counted."""
+        """Return how many tokens the request would add at each replica: prompt tokens not cached there, plus its
+        estimated output if that is counted.
+        """
         return self._uncached(request, replicas) + self._output(request)  # type: ignore[return-value]
 
     def on_placement(self, request: RequestView, placements: Mapping[str, ReplicaLoadView], now: float) -> None:

@@ -28,7 +28,7 @@ _ROLES: Mapping[str, frozenset[str]] = {
     "prefill": frozenset({"prefill", "encode-prefill"}),
     "decode": frozenset({"decode"}),
 }
-"""Values of llm-d's role label that match replicas of each role."""
+"""For each role of a replica, the values of llm-d's role label that match it."""
 
 
 def _values(pool: str, role: str, label: str) -> frozenset[str]:
@@ -83,7 +83,7 @@ class ByLabel(_ByPool):
         self._valid = frozenset(config.valid_values)
 
     def may_take(self, pool: str, role: str) -> bool:
-        """Return True for pools with one of the values."""
+        """Return True for pools whose replicas have one of the valid values."""
         return bool(_values(pool, role, self._label) & self._valid)
 
 
@@ -102,7 +102,9 @@ class Requirement(PolicyConfig):
         return self
 
     def holds(self, pool: str, role: str) -> bool:
-        """Return True if replicas of the pool fulfil the condition; every replica has every label."""
+        """Return True if replicas of the pool fulfil the condition. Every replica has both labels, so `Exists` always
+        holds.
+        """
         if self.operator in ("Exists", "DoesNotExist"):
             return self.operator == "Exists"
         return bool(_values(pool, role, self.key) & frozenset(self.values)) == (self.operator == "In")

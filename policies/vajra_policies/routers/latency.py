@@ -26,7 +26,8 @@ from vajra_py.contract import (
 
 LATENCIES = "predicted-latency-producer"
 _CHUNK_TOKENS = 2048
-"""Length of the prompt whose prefill time converts pending tokens to seconds, if steps have no token budget."""
+"""Length in tokens of the prompt whose prefill time converts pending tokens to seconds, if steps have no token budget.
+"""
 
 
 class LatencyProducerConfig(OfPrefixProducer):

@@ -27,7 +27,7 @@ from vajra_py.contract import (
 )
 
 _FLAT = 1e-9
-"""Width of a range of headrooms up to which they count as equal, milliseconds."""
+"""Largest difference of headrooms, in milliseconds, at which they still count as equal."""
 
 
 class LatencyScorerConfig(OfPrefixProducer):

@@ -14,16 +14,16 @@ class Stage(NamedTuple):
     """Range of lengths and its number of replicas."""
 
     up_to: float
-    """Longest length, tokens; infinite for the last range."""
+    """Longest length in tokens; infinite for the last range."""
     num_replicas: int
 
 
 def partition(lengths: Sequence[int], num_replicas: int, own_tokens: float) -> list[Stage]:
-    """Return the ranges with their numbers of replicas that have the least total cost, by dynamic programming.
+    """Return ranges of lengths, each with its number of replicas, such that the total cost is least.
 
-    A range with n requests, the longest of L tokens, on m replicas costs n · (n / m) · (own_tokens + L): each of its
-    requests takes part in steps of n / m requests, each of which is counted with the longest length. Ties go to the
-    fewest ranges.
+    Found by dynamic programming. A range with n requests, the longest of L tokens, on m replicas costs n · (n / m) ·
+    (own_tokens + L): each of its n requests takes part in steps of n / m requests, and each request of a step counts
+    with the longest length. Ties go to the fewest ranges.
     """
     ordered = sorted(lengths)
     num_pieces = min(len(ordered), _MAX_PIECES)

@@ -27,7 +27,7 @@ from vajra_py.contract import (
 )
 
 Counted: TypeAlias = Literal["all", "first"]
-"""Waiting requests whose demand for blocks counts."""
+"""Waiting requests of a replica whose demand for blocks counts: all, or only the first in its queue."""
 
 
 class LlumnixConfig(PolicyConfig):
@@ -162,7 +162,7 @@ class Llumnix(BindsOnArrival):
             yield Move(request, target.replica_id)
 
     def _chosen(self, source: ReplicaLoadView) -> list[RequestView]:
-        """Return the requests to move away from a replica."""
+        """Return the requests to move away from the replica `source`, at most two."""
         moved = self._config.moved
         running = self._places.running[source.replica_id]
         decoding = [one for one in running if one.is_resident and one.is_prefill_complete]

@@ -66,7 +66,7 @@ class LoadAwareScorer:
         self._threshold = config.threshold
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Return scores: 0.5 if nothing waits, 0 from the threshold on."""
+        """Return scores: 0.5 if no request waits, 0 if at least `threshold` requests wait."""
         share: Floats = 0.5 * (1.0 - np.minimum(figures.waiting(replicas), self._threshold) / self._threshold)
         return share
 
@@ -85,14 +85,17 @@ class ActiveRequestConfig(_OfProducer):
 
 
 class ActiveRequestScorer:
-    """Scores idle replicas 1, others (max - in flight) / max * `max_busy_score`."""
+    """Scores idle replicas 1, others (max - in flight) / max * `max_busy_score`.
+
+    In flight is the number of requests in flight at the replica, max is the largest such number of the candidates.
+    """
 
     def __init__(self, config: ActiveRequestConfig, load: InFlightLoads) -> None:
         self._config = config
         self._load = load
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Return scores by the requests that this router has sent and that have not ended."""
+        """Return scores by the number of requests that this router has sent to each replica and that have not ended."""
         counts = np.asarray(self._load.num_requests(replicas), dtype=np.float64)
         most = max(float(counts.max(initial=0.0)), 1.0)
         busy = (most - counts) / most * self._config.max_busy_score

@@ -39,8 +39,8 @@ class MooncakeConductor(BindsOnArrival):
     def __init__(self, prefill_time: PrefillTime) -> None:
         self._prefill_time = prefill_time
         self._queues: dict[ReplicaId, dict[RequestView, int]] = {}
-        """Requests with uncomputed prompts that were sent to each replica, with their prefix hits in tokens when they
-        were sent.
+        """For each replica, the requests with uncomputed prompts that were sent to it, with their prefix hits in tokens
+        at that time.
         """
         self._sent_to: dict[RequestView, ReplicaId] = {}
 

@@ -58,8 +58,9 @@ class PrefixAffinityFilterConfig(OfPrefixProducer):
 
 
 class PrefixAffinityFilter:
-    """Keeps the sticky replicas, which cache most of the prompt; keeps all if there are none, if the best of them is
-    slower than the best other replica by more than `max_ttft_penalty_ms`, and with `exploration_probability`.
+    """Keeps the sticky replicas, which cache most of the prompt. Keeps all replicas if none is sticky, if the predicted
+    TTFT of the best sticky replica exceeds that of the best other replica by more than `max_ttft_penalty_ms`, and at
+    random with probability `exploration_probability`.
     """
 
     def __init__(

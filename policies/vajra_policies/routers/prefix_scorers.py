@@ -35,7 +35,10 @@ class PrefixCacheConfig(OfPrefixProducer):
 
 
 class PrefixCacheScorer:
-    """Scores (1 - w) * matched / total blocks + w * min(1, matched tokens / scale)^2."""
+    """Scores (1 - w) * matched / total blocks + w * min(1, matched tokens / scale)^2.
+
+    w is `match_length_weight`, scale is `match_length_scale_tokens`.
+    """
 
     def __init__(self, config: PrefixCacheConfig, matches: PrefixMatches) -> None:
         self._config = config
@@ -62,7 +65,8 @@ class NoHitLruConfig(OfPrefixProducer):
 
 
 class NoHitLruScorer:
-    """Scores all replicas 0.5 if any of them caches a part of the prompt; otherwise 1 - rank / (n - 1).
+    """Scores all replicas 0.5 if any of them caches a part of the prompt; otherwise 1 - rank / (n - 1) for n
+    candidates.
 
     Replicas that never took a prompt without a hit rank first, in the order of the candidates; all others follow by the
     time of their last such prompt, the longest ago first. Prompts without a hit are thus spread over all caches.

@@ -45,7 +45,7 @@ class Parts:
         self._context = context
         self._producers: dict[str, Any] = {}
         self.built: list[Any] = []
-        """All parts, each after the parts that it reads."""
+        """All parts built so far, each after the parts that it reads."""
 
     def build(self, choice: RoutingPartChoice) -> Any:
         """Build one part."""
@@ -61,12 +61,14 @@ class Parts:
         return self._producers[name]
 
     def listeners(self) -> Mapping[str, Callable[..., None]]:
-        """Return for each callback name a function that calls this method of every part that has it."""
+        """Return for each callback name a function that calls the callback of this name in every part that has it."""
         found = {name: [getattr(part, name) for part in self.built if hasattr(part, name)] for name in LISTENING}
         return {name: _notify_all(methods) for name, methods in found.items() if methods}
 
     def learners(self) -> list[Callable[..., None]]:
-        """Return the parts' callbacks for placements; each part's comes before those of the producers that it reads."""
+        """Return the parts' callbacks for placements; the callback of a part comes before those of the producers that
+        it reads.
+        """
         return [part.on_placement for part in reversed(self.built) if hasattr(part, "on_placement")]
 
 
@@ -125,8 +127,9 @@ class Profile:
         return left
 
     def totals(self, request: RequestView, replicas: Candidates, now: float) -> Floats:
-        """Return the sum of the scores, each clamped to 0 .. 1 and multiplied by its weight. Raises `ValueError` if a
-        scorer returns NaN or a wrong number of scores.
+        """Return for each replica the sum of its scores, each clamped to 0 .. 1 and multiplied by the scorer's weight.
+
+        Raises `ValueError` if a scorer returns NaN or a wrong number of scores.
         """
         total: Floats = np.zeros(len(replicas))
         for one in self._scorers:

@@ -55,7 +55,7 @@ class UtilizationFilter:
         self._load = load
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Keep the replicas within all bounds; keep all if there are none and `fallback_on_empty` is set."""
+        """Keep the replicas within all bounds; if there are none and `fallback_on_empty` is set, keep all."""
         fits: NDArray[np.bool_] = np.ones(len(replicas), dtype=np.bool_)
         for condition in self._config.conditions:
             fits &= self._values(condition.metric, replicas) <= condition.max_value
@@ -88,7 +88,7 @@ class UtilizationDetector:
         self._most_usage = config.kv_cache_util_threshold * (1.0 + config.headroom)
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Keep the replicas that are not saturated; keep all if every one is."""
+        """Keep the replicas that are not saturated; keep all if every replica is saturated."""
         fits = (figures.waiting(replicas) < self._most_waiting) & (figures.kv_usage(replicas) < self._most_usage)
         return figures.fitting(replicas, fits, fallback=True)
 

@@ -14,7 +14,9 @@ from vajra_py.contract import ReplicaId, RequestView
 
 @dataclass(eq=False, slots=True)
 class Placement:
-    """Replicas of a request's prompt and of its decodes, and the load that is counted for the request there."""
+    """Replicas of a request's prompt and of its decodes, and the facts that determine the load counted at these
+    replicas.
+    """
 
     prompt_at: ReplicaId
     token_at: ReplicaId
@@ -31,9 +33,10 @@ class Scheduled:
     """Tokens scheduled at one replica."""
 
     pending: int = 0
-    """Prompt tokens that are not computed yet, plus 1 for each request whose decodes are placed there."""
+    """Number of prompt tokens that the replica has to compute, plus 1 for each request whose decodes are placed there.
+    """
     memory: int = 0
-    """Tokens whose KV the replica holds or will hold."""
+    """Number of tokens whose KV the replica holds or will hold."""
     here: dict[RequestView, None] = field(default_factory=dict)
     """Requests that wait or run at the replica."""
 
@@ -69,7 +72,7 @@ class ScheduledTokens:
         return placed
 
     def _count(self, placed: Placement, sign: int) -> None:
-        """Add a request's load at its replicas, or remove it (-1)."""
+        """Add a request's load at its replicas (`sign` 1), or remove it (`sign` -1)."""
         at_prompt, at_tokens = self.at[placed.prompt_at], self.at[placed.token_at]
         at_tokens.pending += sign
         at_tokens.memory += sign * placed.most_tokens

@@ -78,7 +78,9 @@ class ThunderAgent:
         return self._at(passage.replica, request, replicas)
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Return the ids of calls of resumed programs for this replica, and of requests for any replica."""
+        """Return the ids of the queued requests that this replica may take, ordered by time; none if the replica is
+        full.
+        """
         if not has_room(replica):
             return ()
         ready = [*self._ready.get(replica.replica_id, {}).items(), *self._ready.get(_UNPLACED, {}).items()]

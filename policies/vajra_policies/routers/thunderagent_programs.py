@@ -59,7 +59,7 @@ class AgentProgram:
 
     program_id: str
     tokens: int = 0
-    """Prompt and output tokens of the program's latest turn."""
+    """Number of prompt and output tokens of the program's live calls or, while a tool runs, of its last call."""
     turn: int = 0
     """Number of calls that the program has sent."""
     is_reasoning: bool = False
@@ -83,7 +83,7 @@ class ProgramTable:
 
     rules: ThunderAgentConfig
     capacity: dict[ReplicaKey, int]
-    """Tokens of each replica's KV memory."""
+    """Size of each replica's KV memory, in tokens."""
     programs: dict[str, AgentProgram] = field(default_factory=dict)
     num_pauses: int = 0
 
@@ -103,7 +103,7 @@ class ProgramTable:
         return int(one.tokens * weight) + self.rules.buffer_tokens
 
     def needed(self, one: AgentProgram) -> int:
-        """Return the number of tokens of room that a program needs at a replica."""
+        """Return the number of tokens that must be free at a replica for a program to be placed there."""
         return one.tokens + self.rules.buffer_tokens
 
     @property
@@ -136,7 +136,7 @@ class ProgramTable:
         return program.replica not in self.capacity
 
     def roomiest_for(self, program: AgentProgram) -> ReplicaKey | None:
-        """Return the replica with the fewest used tokens among those with room for the program."""
+        """Return the replica with the fewest used tokens among those that can hold the program; None if none can."""
         used, need = self.used(), self.needed(program)
         free = [key for key, capacity in self.capacity.items() if capacity - used[key] >= need]
         return min(free, key=used.__getitem__, default=None)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from vajra_policies.routers.thunderagent_programs import AgentProgram, ProgramTable, ReplicaKey
 
 _CALLING, _FIRST_TURN, _OTHERS = 0, 1, 2
-"""Order in which paused programs are resumed: programs with a waiting call after their first turn, then programs in
-their first turn, then programs whose tool runs.
+"""Order in which paused programs are resumed: programs past their first turn with a held call, then programs in their
+first turn, then programs whose tool runs.
 """
 
 
@@ -33,9 +33,9 @@ class ThunderTable(ProgramTable):
     """Table of programs, with the operations on them."""
 
     def before_call(self, program_id: str, prompt_tokens: int, now: float) -> Passage | None:
-        """Place a new call of a program and return its passage; None: the call is held until the program is resumed.
+        """Place a new call of a program and return its passage; None if the call is held until the program is resumed.
 
-        `prompt_tokens`: tokens of the program's calls, including this one; 0: unknown.
+        `prompt_tokens`: number of tokens of the program's calls, including this one; 0 if unknown.
         """
         program = self.programs.get(program_id)
         is_new = program is None
@@ -57,7 +57,7 @@ class ThunderTable(ProgramTable):
         return self._passage(program, now, was_paused=False)
 
     def after_call(self, program_id: str, num_tokens: int, now: float) -> None:
-        """Record the end of a program's call, with its total of prompt and output tokens."""
+        """Record the end of a program's call; `num_tokens`: number of the call's prompt and output tokens."""
         program = self.programs.get(program_id)
         if program is None:
             return
