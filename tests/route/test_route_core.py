@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -336,3 +337,14 @@ def test_settings_of_a_pools_replicas_count() -> None:
     assert session({"tenant_salt": True}).has_tenant_salt
     with pytest.raises(ConfigError, match=r"are configured at the servers \(got kv_parallel or host_blocks\)"):
         session({"host_blocks": 4})
+
+
+def test_a_fault_of_a_server_is_no_answer() -> None:
+    server = SimpleNamespace(has_answered=False)
+    routed: Any = SimpleNamespace(request=object(), end=None, server=server)
+    core, clock = SimpleNamespace(answer=lambda *_: None), SimpleNamespace(now=lambda: 0)
+    session: Any = SimpleNamespace(core=core, _clock=clock, _set_timer=lambda: None)
+    RouteSession.answer(session, routed, 1, PROMPT, "server 0 of prefill: it did not answer in time")
+    assert not server.has_answered, "the next failed poll of a prefill server that hangs counts"
+    RouteSession.answer(session, routed, 1, PROMPT)
+    assert server.has_answered

@@ -20,7 +20,7 @@ from vajra_py.route.build import build_router, description, route_settings, serv
 from vajra_py.route.client import ServerClient
 from vajra_py.route.config import RouteConfig
 from vajra_py.route.connections import ServerFault
-from vajra_py.route.core import AGAIN, NEVER, RouteCore, Submitted
+from vajra_py.route.core import NEVER, RouteCore, Submitted
 from vajra_py.route.kv_events import ServerBlocks
 from vajra_py.route.records import PLACEMENTS_FILE, PlacementLog
 from vajra_py.runtime.records.input_log import Arrival, CacheReport
@@ -228,7 +228,7 @@ class RouteSession:
     def answer(self, routed: Routed, num_tokens: int, end: str = "", detail: str = "") -> None:
         """Pass the progress of a request at its server to the core."""
         if routed.request is not None and routed.end is None:
-            if routed.server is not None and end not in (AGAIN, EndReason.FAILED.value):
+            if routed.server is not None and not detail:  # `detail` describes a fault
                 routed.server.has_answered = True
             self.core.answer(self._clock.now(), routed.request, num_tokens, end, detail)
             self._set_timer()
