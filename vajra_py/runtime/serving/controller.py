@@ -404,9 +404,7 @@ class Controller:
             self.programs.leave(request, reason, now)
 
     def end_program(self, program: Program, reason: ProgramEnd, now: int) -> Mapping[str, list[Callable[[], None]]]:
-        """End a program, notify observers, and return the callbacks of policies that the driver must call, by
-        replicaset.
-        """
+        """End a program and notify observers; return the policies' callbacks, by replicaset, for the driver to call."""
         self.programs.end(program, reason)
         seconds = to_seconds(now)
         for observer in self._observers:
@@ -499,9 +497,8 @@ class Controller:
 
 
 def _to_blame_for(standing: Sequence[Request]) -> Request:
-    """Return the request by which the policy to blame is found: the first one, if no request is held. Otherwise
-    return a running one, or else a held one, because the other requests may only be waiting for blocks that it
-    occupies.
+    """Return the request that identifies the policy to blame. If no request is held, it is the first one. Otherwise it
+    is a running request, or else a held one, which occupies blocks that the other requests may be waiting for.
     """
     states = {one.state for one in standing}
     if RequestState.HELD not in states:

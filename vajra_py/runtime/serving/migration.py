@@ -71,8 +71,8 @@ class Migrations(Generic[R]):
         self._num_at: Counter[int] = Counter()
         """Number of migrations in which each replica takes part, as source or target."""
         self.on_slot_free: Callable[[], None] | None = None
-        """Callback for when a migration begins its last stage or is cancelled, so that its replicas may take part in
-        others.
+        """Callback for when a migration begins its last stage or is cancelled: its replicas may then take part in other
+        migrations.
         """
 
     # Moves
@@ -251,7 +251,7 @@ class Migrations(Generic[R]):
             self._end(request, _HANDED_OFF)
 
     def drains(self, target: R) -> None:
-        """Cancel copies to a replica that accepts no more requests."""
+        """Cancel the migrations to a replica that accepts no more requests."""
         for one in list(self._of.values()):
             if one.target is target:
                 self._call_off(one, _TARGET_DRAINS)

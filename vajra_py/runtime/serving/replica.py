@@ -57,7 +57,7 @@ _is_padding = attrgetter("is_padding")
 
 
 MAX_EMPTY_STEPS = 1000
-"""Maximum number of consecutive attempts at a step that preempt and run nothing; then the policy counts as stuck."""
+"""Maximum number of consecutive attempts at a step that only preempt requests; then the policy counts as stuck."""
 
 
 Around: TypeAlias = Callable[[str, Layer, str, Callable[..., Any]], Callable[..., Any]]
@@ -196,14 +196,14 @@ class Replica:
         self.newly_held: list[Request] = []
         """Requests that entered the state HELD since `take_newly_held` was last called."""
         self.drains_by_migration = False
-        """True if its running requests move to other replicas, so that a step that admits a request is not repeated."""
+        """True while its running requests are moved away; a step that admits a request is then not repeated."""
         self.expects_kv = False
         """True if requests wait to move to this replica, one after each step."""
         self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
         self._inherited: list[Request] = []
-        """Running requests that an earlier policy admitted, in order of admission; the present one may not run them."""
+        """Running requests of an earlier policy, in order of admission; the present policy might never run them."""
         self.bind_policy(parts)
 
     def bind_policy(self, parts: ReplicaParts) -> None:
@@ -725,7 +725,7 @@ class Replica:
         return finished
 
     def take_report(self, report: KvReport, now: int) -> list[tuple[Request, EndReason]]:
-        """Apply a report of a connector's workers that comes without a step; return the requests that ended."""
+        """Apply a connector report that comes without a step's result; return the requests that ended."""
         lost = None if self._connected is None else self._find_failed(report, None)
         for _ in range(min(report.num_returned, len(self._late_tokens))):
             tokens = self._late_tokens.popleft()
@@ -813,7 +813,7 @@ class Replica:
     ) -> list[tuple[Request, EndReason]]:
         """Recompute or end the requests whose loads failed, then record the completed loads and saves.
 
-        If steps are formed ahead, those of these requests that run end in any case, because a step that was formed
+        If steps are formed ahead, running requests whose loads failed always end, because a step that was formed
         meanwhile is invalid as well.
         """
         connected = self._connected

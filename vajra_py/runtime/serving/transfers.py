@@ -41,8 +41,8 @@ M = TypeVar("M", bound=Moving)
 
 
 class Transfers(Generic[R]):
-    """Transfers of one replicaset: timed by a model of the links, or untimed, so that a transfer ends when the backend
-    reports it.
+    """Transfers of one replicaset. They are timed by a model of the links, or untimed: then a transfer ends when the
+    backend reports it.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Transfers(Generic[R]):
         self._asks = asks
         self._num_started = 0
         self._sent: dict[Hashable, tuple[Transfer[R], Callable[[Any], None]]] = {}
-        """Each transfer under way with its callback."""
+        """Each transfer under way with its callback, by the transfer's key."""
         self._keys: dict[int, Hashable] = {}
         """Keys of the untimed transfers under way, by number."""
         self._ended: dict[Hashable, None] = {}
