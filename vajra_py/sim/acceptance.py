@@ -39,8 +39,8 @@ class AcceptanceModel(Protocol):
 
 
 class RatesByPosition:
-    """Acceptance model with a probability for the draft at each position of a step: that it is accepted if all earlier
-    drafts of the step are.
+    """Acceptance model with, for each position of a draft in a step, the probability that the draft is accepted if all
+    earlier drafts of the step are accepted.
 
     Each output token of a request has one random number, drawn from the request's own stream.
     """
@@ -138,8 +138,8 @@ def _verified(row: Mapping[str, Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def read_acceptance(path: Path) -> list[float]:
-    """Read a measured table and return, for the draft at each position, the probability that it is accepted if all
-    earlier drafts are.
+    """Read a measured table and return, for each position, the probability that a draft is accepted if all earlier
+    drafts of the step are accepted.
 
     Raises `ConfigError` with file, line and reason.
     """

@@ -104,7 +104,9 @@ class DraftingTimer:
 
 
 class MergingTimer:
-    """Timer of one replica that merges an adapter into the weights while all requests of a step use the same adapter."""
+    """Timer of one replica; the replica merges an adapter into the weights while all requests of its steps use that
+    adapter.
+    """
 
     def __init__(self, timer: StepTimer, rules: MergeRules) -> None:
         self._timer = timer
@@ -181,7 +183,7 @@ class SimulatedExecutor:
         self._acceptance = acceptance
 
     def expect(self, request: Request, num_output_tokens: int) -> None:
-        """Set the number of tokens after which the request ends by itself."""
+        """Set the number of output tokens after which the request ends by itself."""
         self._output_tokens[request] = num_output_tokens
 
     def result(self, plan: StepPlan) -> StepResult:

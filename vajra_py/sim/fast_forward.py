@@ -119,8 +119,8 @@ class DecodeFastForward:
         """Apply those steps of a run that ended before now. Unless `goes_on`, the step in flight becomes the last step
         of the run.
 
-        `up_to_now`: also apply a step that ends now, as it precedes the present event; it becomes the last step of the
-        run.
+        `up_to_now`: also apply a step that ends now, as it precedes the present event; such a step becomes the last
+        step of the run.
         """
         ends, plan = one.run_ends, one.plan
         if ends is None or plan is None:

@@ -120,8 +120,8 @@ class Services(Struct, frozen=True):
     """Function that builds the KV memory of a replica; None: `build_memory`."""
     make_replica: Callable[[ReplicaParts], Replica] = Replica
     make_load: Callable[[Replica], LiveLoad] = LiveLoad
-    """Function that creates a replica's load view, as `make_replica` creates the replica; a router replaces both,
-    because its replicas are servers.
+    """Function that creates a replica's load view. A router replaces both this function and `make_replica`, because its
+    replicas are servers.
     """
 
     def of(self, replicaset: str) -> Services:

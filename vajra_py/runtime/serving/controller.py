@@ -60,8 +60,8 @@ class Controller:
         """Wake-ups that policies set."""
         self.num_submitted = 0
         self.index_of: Callable[[RequestFacts], int] | None = None
-        """Function that returns a request's index, for a controller that runs only a part of a run; None: the index is
-        the number of requests submitted before.
+        """Function that returns a request's index, for a controller that serves only a part of a run's requests; None:
+        the index is the number of requests submitted before.
         """
         self.num_ended: Counter[EndReason] = Counter()
         self.on_ended: Callable[[Sequence[tuple[Request, EndReason]]], None] | None = None
@@ -100,7 +100,9 @@ class Controller:
         return None if entry is None else entry[0]
 
     def replica_of(self, request: Request) -> Replica | None:
-        """Return the replica that a request, which has not ended, is bound to; None for a request in a shared queue."""
+        """Return the replica to which a request that has not ended is bound; None if it is deferred or in a shared
+        queue.
+        """
         if request.replica_id < 0:
             return None
         _, replicaset = self._alive[request.request_id]

@@ -898,7 +898,7 @@ class Driver(Generic[R]):
             self.fast_forward.sync_all(replicaset)
 
     def _sync_all(self) -> None:
-        """Apply every ended step, because the admission policy may read all replicas and send a request to any one."""
+        """Apply every ended step: the admission policy may read all replicas and send a request to any of them."""
         for name in self._replicas:
             self.sync(name)
 

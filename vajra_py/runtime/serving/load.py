@@ -253,8 +253,8 @@ class ReplicaViews:
         self._snapshots = [SnapshotLoad.of(one) for one in live] if interval_s > 0 else []
         self._groups: dict[tuple[Replica, ...], LiveLoads] = {}
         self._latest: dict[int, tuple[tuple[Replica, ...], LiveLoads]] = {}
-        """Recent groups by the `id` of their tuple of replicas, because the cost of hashing a tuple grows with the
-        number of replicas.
+        """Recently used groups, by the `id` of the tuple of replicas, because the cost of hashing a tuple grows with
+        the number of replicas.
         """
 
     def all(self, now: float) -> Sequence[ReplicaLoadView]:
