@@ -32,7 +32,7 @@ class RayCluster:
     ray: Any
     """The module `ray`, after connecting."""
     fingerprint: Mapping[str, str]
-    """Fingerprint of this machine, to which every node's must be equal."""
+    """Fingerprint of this machine; every node must have the same one."""
 
     @property
     def is_there(self) -> bool:

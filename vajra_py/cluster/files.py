@@ -90,7 +90,7 @@ class Workspace:
 
     @property
     def root(self) -> Path:
-        """Path on this node."""
+        """Path of the workspace on this node."""
         return Path(tempfile.gettempdir()) / self.name
 
     def enter(self, files: list[ShippedFile], fetch: Callable[[Any], bytes]) -> None:

@@ -32,15 +32,15 @@ class AcceptanceModel(Protocol):
         """Maximum number of drafts per step that the model supports; None: any number."""
 
     def num_accepted(self, request: Request, num_drafts: int) -> int:
-        """Return the number of accepted drafts among those for the request's next tokens, from 0 to `num_drafts`."""
+        """Return the number of drafts that are accepted, out of `num_drafts` drafts for the request's next tokens."""
 
     def release(self, request: Request) -> None:
         """Drop all data about a request that has ended."""
 
 
 class RatesByPosition:
-    """Acceptance model with a probability for each position among a step's drafts, given that all earlier ones are
-    accepted.
+    """Acceptance model with, for each position of a draft in a step, the probability that the draft is accepted if all
+    earlier drafts of the step are accepted.
 
     Each output token of a request has one random number, drawn from the request's own stream.
     """
@@ -83,14 +83,16 @@ class RatesByPosition:
 
 
 class AcceptedInTrace:
-    """Acceptance model that repeats a recorded run: the same tokens of each request are accepted, and none after the
-    end of its record.
+    """Acceptance model that repeats a recorded run: of each request, the same tokens are accepted, and none after the
+    end of the request's record.
     """
 
     max_tokens: int | None = None
 
     def __init__(self, accepted: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        """Create the model. `accepted`: (output tokens before, accepted drafts) of each verification, by request id."""
+        """Create the model. `accepted`: (number of output tokens before, number of accepted drafts) for each
+        verification, by request id.
+        """
         self._guessed = {name: _guessed(verified) for name, verified in accepted.items()}
 
     def num_accepted(self, request: Request, num_drafts: int) -> int:
@@ -136,8 +138,8 @@ def _verified(row: Mapping[str, Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def read_acceptance(path: Path) -> list[float]:
-    """Read a measured table and return the probability that the draft at each position is accepted, given that all
-    earlier ones are accepted.
+    """Read a measured table and return, for each position, the probability that a draft is accepted if all earlier
+    drafts of the step are accepted.
 
     Raises `ConfigError` with file, line and reason.
     """

@@ -18,7 +18,9 @@ from vajra_py.latency import PredictsDecodeRuns
 from vajra_py.runtime.support.clock import NEVER, TICKS_PER_SECOND
 
 FIRST_STEPS, MAX_STEPS = 32, 4096
-"""Initial and maximum number of steps computed at once; a longer run is split."""
+"""Initial and largest value of `SimReplica.run_limit`, the maximum number of steps computed at once; a longer run is
+split.
+"""
 
 StepTimes: TypeAlias = Sequence[float] | npt.NDArray[np.float64]
 
@@ -50,7 +52,7 @@ def decode_run_times_s(latency: LatencyModel) -> Callable[[int, int, int], StepT
 
 
 def check_step_time(seconds: float) -> None:
-    """Raise `ExecutorError` for a number that cannot be the duration of a step, or of a run of steps."""
+    """Raise `ExecutorError` if a step, or a run of steps, cannot last this number of seconds."""
     if not 0.0 <= seconds <= LAST_S:
         raise ExecutorError(f"latency model: a step cannot last {seconds} s. Allowed: 0 to {LAST_S:,.0f} s.")
 

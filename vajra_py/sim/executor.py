@@ -33,7 +33,7 @@ class StepTimer(Protocol):
 
 @runtime_checkable
 class TimesFirstStage(Protocol):
-    """Timer of recorded steps with pipeline stages, for which `stage_ticks` is the time over all stages."""
+    """Timer of recorded steps with several pipeline stages; its `stage_ticks` covers all stages of a step."""
 
     def stage_ticks(self, plan: StepPlan) -> int:
         """Return the number of ticks from the forming of the step until its result."""
@@ -43,7 +43,7 @@ class TimesFirstStage(Protocol):
 
 
 class PredictedTimer:
-    """Timer that uses a latency model, plus a fixed overhead for scheduling."""
+    """Timer that adds a fixed overhead for scheduling to the durations that a latency model predicts."""
 
     def __init__(self, latency: LatencyModel, overhead_s: float = 0.0) -> None:
         self._stage_time_s = latency.taken_time_s if isinstance(latency, CountsSteps) else latency.stage_time_s
@@ -51,7 +51,7 @@ class PredictedTimer:
         self._overhead_ticks = to_ticks(overhead_s)
 
     def stage_ticks(self, plan: StepPlan) -> int:
-        """Return the predicted duration of the step, or of its slowest pipeline stage, with the overhead, in ticks."""
+        """Return the predicted duration of the step, or of its slowest pipeline stage, plus the overhead, in ticks."""
         seconds = self._stage_time_s(plan.features)
         if not 0.0 <= seconds <= LAST_S:
             check_step_time(seconds)
@@ -77,7 +77,7 @@ class VariedTimer(PredictedTimer):
         self._factors = factors
 
     def stage_ticks(self, plan: StepPlan) -> int:
-        """Return the predicted duration in ticks, times the step's random factor, with the overhead."""
+        """Return the predicted duration times the step's random factor, plus the overhead, in ticks."""
         features = plan.features
         (factor,) = self._factors.of(plan.step_index, 1, has_prompts=features.num_prefills > 0)
         seconds = self._stage_time_s(features) * float(factor)
@@ -104,7 +104,9 @@ class DraftingTimer:
 
 
 class MergingTimer:
-    """Timer of one replica that merges an adapter into the weights while all requests of a step use the same adapter."""
+    """Timer of one replica; the replica merges an adapter into the weights while all requests of its steps use that
+    adapter.
+    """
 
     def __init__(self, timer: StepTimer, rules: MergeRules) -> None:
         self._timer = timer
@@ -181,7 +183,7 @@ class SimulatedExecutor:
         self._acceptance = acceptance
 
     def expect(self, request: Request, num_output_tokens: int) -> None:
-        """Set the number of tokens after which the request ends by itself."""
+        """Set the number of output tokens after which the request ends by itself."""
         self._output_tokens[request] = num_output_tokens
 
     def result(self, plan: StepPlan) -> StepResult:

@@ -14,8 +14,8 @@ _BLOCK = 1024
 class StepFactors:
     """Factors of one replica's steps, by step index; they are computed in blocks, and the last used block is cached.
 
-    A step's quantile depends only on the seed and its index; the factor for that quantile also depends on the kind of
-    step.
+    A step's quantile depends only on the seed and the step's index; the factor for that quantile also depends on the
+    kind of step.
     """
 
     def __init__(self, variation: Variation, seeds: SeedTree) -> None:

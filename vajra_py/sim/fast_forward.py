@@ -24,8 +24,8 @@ class DecodeFastForward:
     """`FastForward` of a simulator."""
 
     def __init__(self, driver: Driver[SimReplica], end_now: Callable[[SimReplica], None]) -> None:
-        """Create the fast-forward. `end_now`: function that handles the end of a replica's step in flight that is due
-        now and has no event.
+        """Create the fast-forward. `end_now`: function that handles the end of a replica's step in flight, if this end
+        is due now but is not an event.
         """
         self._driver = driver
         self._end_now = end_now
@@ -119,7 +119,8 @@ class DecodeFastForward:
         """Apply those steps of a run that ended before now. Unless `goes_on`, the step in flight becomes the last step
         of the run.
 
-        `up_to_now`: also apply a step that ends now, as it precedes the present event.
+        `up_to_now`: also apply a step that ends now, as it precedes the present event; such a step becomes the last
+        step of the run.
         """
         ends, plan = one.run_ends, one.plan
         if ends is None or plan is None:

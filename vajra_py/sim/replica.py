@@ -21,7 +21,7 @@ class SimReplica(BackendReplica):
     stage_free_at: list[int] = field(default_factory=list)
     """Tick from which each pipeline stage is free; empty with a single stage."""
     plan: StepPlan | None = None
-    """The step in flight, with a single pipeline stage."""
+    """The step in flight, if the replica has a single pipeline stage."""
     run_ends: array[int] | None = None
     """End ticks of the remaining steps of a run, the step in flight first; None if that step is a single one. The end
     of the run is an event.
@@ -29,5 +29,6 @@ class SimReplica(BackendReplica):
     is_apart: bool = False
     """True if other requests took blocks after the step in flight was formed, so that it needs its own record."""
     run_limit: int = FIRST_STEPS
-    """Number of steps computed at once: increased after a run that was completed, reset after one that was
-    interrupted."""
+    """Maximum number of steps computed at once: increased after a run that was completed, reset after one that was
+    interrupted.
+    """

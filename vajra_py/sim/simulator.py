@@ -87,7 +87,7 @@ class Acceptance(Struct, frozen=True):
     arrived_at: float
     """Time in seconds at which the client sent the request."""
     is_queued: bool = True
-    """True if the request is submitted at once; False: when the next step is scheduled."""
+    """True if the request is submitted at once; False if it is submitted when the next step is scheduled."""
     salt: str | None = None
     """Prefixes are shared only among requests with the same salt; None: as in the settings."""
     reads_cache: bool = True

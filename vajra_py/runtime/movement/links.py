@@ -47,7 +47,7 @@ class LinkOptions(Struct, frozen=True):
     bandwidth: float | None = None
     """Bandwidth of each replica's outgoing link, and of its incoming link, in bytes per second; None: no limit."""
     shared_bandwidth: float | None = None
-    """Bandwidth of the fabric that all transfers pass through, bytes per second; None: no limit."""
+    """Bandwidth of the fabric that all transfers pass through, in bytes per second; None: no limit."""
     latency_ticks: int = 0
     """Ticks from a transfer's start until its first byte flows; the transfer uses no bandwidth meanwhile."""
     contention: Contention = "max_min"
@@ -133,7 +133,7 @@ class Network:
             self._flow(one)
 
     def open(self, transfer_id: Hashable, source: int, target: int, now: int) -> None:
-        """Begin a transfer whose bytes are announced by `release`. Raises as `start` does.
+        """Begin a transfer whose bytes are announced by `release`. Raises the errors of `start`.
 
         The transfer ends when all announced bytes have arrived and `close` was called.
         """
@@ -202,8 +202,8 @@ class Network:
             self._num_final -= 1
 
     def next_change(self) -> int | None:
-        """Return a tick before which no transfer ends unless another one is started or cancelled; None if no end is in
-        sight.
+        """Return a tick before which no transfer ends unless a transfer is started, closed or cancelled; None if no end
+        is in sight.
 
         If links are shared or transfers are open, the next end may be later than this tick.
         """

@@ -42,7 +42,7 @@ MAX_FRUITLESS = 100_000
 
 MAX_DEFERRALS, DEFERRALS_S = 10_000, 0.1
 """Maximum number of deferrals of one request to a set time (`Defer.until`) within `DEFERRALS_S` seconds; more deferrals
-count as an endless loop, because their mean distance, 10 us, is shorter than any step.
+count as an endless loop, because the mean time between them, 10 us, is shorter than any step.
 """
 
 MakeHashes = Callable[[int], BlockHashes | None]
@@ -75,7 +75,7 @@ class Deferral(Struct, eq=False):
         return now <= self.counted_from + _COUNTED_TICKS and self.num_counted > 0
 
     def is_last(self, now: int) -> bool:
-        """Return True if another deferral to a set time would exceed the limit."""
+        """Return True if another deferral to a set time would exceed `MAX_DEFERRALS`."""
         return self.num_counted >= MAX_DEFERRALS and self._is_counted(now)
 
     def following(self, until: int | None, holds_rest: bool, now: int) -> Deferral:
@@ -160,8 +160,8 @@ class AdmissionGate:
             self._timeless.add(request)
 
     def forget(self, request: Request, now: float) -> Deferral | None:
-        """Remove a request that has ended, or about which the policy has decided again, and store the seconds since its
-        first deferral; return its deferral, None if it is not deferred.
+        """Remove a request that has ended, or about which the policy has decided again, and store in the request the
+        seconds since its first deferral; return the request's deferral, None if it is not deferred.
         """
         deferral = self._deferred.pop(request, None)
         if deferral is None:
@@ -334,7 +334,7 @@ def _is_number(value: object) -> bool:
 
 
 def _tick_from(seconds: float) -> int:
-    """Return the first tick that is not before a time."""
+    """Return the first tick at or after a time in seconds."""
     tick = to_ticks(seconds)
     return tick if to_seconds(tick) >= seconds else tick + 1
 
@@ -362,7 +362,7 @@ class _ReplicasetSight:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Number of tokens that are left to compute for these waiting requests."""
+        """Number of tokens left to compute for the waiting requests of the replicaset, without deferred ones."""
         return self._replicaset.num_queued_tokens
 
     @property

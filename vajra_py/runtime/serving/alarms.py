@@ -17,7 +17,7 @@ MAX_WAKES_PER_TICK = 1000
 
 
 class Repeats(Struct, eq=False):
-    """Calls of one policy at one tick, or at consecutive ticks."""
+    """Counter of the calls of one policy at one tick, or at consecutive ticks."""
 
     last_tick: int = -1
     num_calls: int = 0

@@ -27,8 +27,8 @@ class BackendReplica:
 
     replica: Replica
     rank: int = field(default=0, kw_only=True)
-    """Position of the replica in the run, which breaks ties; replicasets are in the order of the settings, replicas in
-    order of id.
+    """Position of the replica among all replicas of the run, by which its events are ordered within a tick; replicasets
+    are in the order of the settings, replicas in order of id.
     """
     free_at: int = field(default=0, kw_only=True)
     """Tick from which the replica can take another step; `NEVER`: only after the step in flight has ended, or not at
@@ -44,7 +44,7 @@ class BackendReplica:
     """Number of pipeline stages, which is the number of steps that the replica can execute at once."""
 
     def __post_init__(self) -> None:
-        """Read the sizes that do not change."""
+        """Read the number of pipeline stages, which does not change."""
         self.num_stages = self.replica.limits.pipeline_stages
 
 
@@ -131,7 +131,7 @@ class Backend(Protocol[S]):
         """
 
     def on_transfer_cancelled(self, transfer: Transfer[Any]) -> None:
-        """Note that this KV is no longer needed: the target's blocks may be reused from now on."""
+        """Note that the KV of this transfer is no longer needed: the target's blocks may be reused from now on."""
 
     def on_adapter_load(self, replica: S, load: AdapterLoad) -> None:
         """Begin to load an adapter into its slot. Steps that were launched before may still use the slot's previous
@@ -190,9 +190,7 @@ class FastForward(Protocol[S]):
         """Apply a replica's ended steps; the run of steps continues. `up_to_now`: see `interrupt`."""
 
     def shorten(self, replica: S) -> None:
-        """End the run with the last step that is certain to be a repetition, because blocks were taken after
-        `catch_up`.
-        """
+        """Blocks were taken after `catch_up`: end the run with the last step that is still certain to repeat."""
 
     def interrupt_all(self, replicaset: str) -> None:
         """Call `interrupt` for every replica of a replicaset."""

@@ -115,13 +115,13 @@ class Services(Struct, frozen=True):
     alarms: AlarmClock = field(default_factory=AlarmClock)
     """Wake-ups that the policies set."""
     draft_times_s: tuple[float, float] = (0.0, 0.0)
-    """Seconds that drafting adds to each step with drafts, and for each draft in it."""
+    """Times in seconds that drafting adds to a step with drafts: (for the step, for each draft in it)."""
     make_memory: Callable[[ReplicaConfig, ReplicaLimits, Retention | None], KvMemory] | None = None
     """Function that builds the KV memory of a replica; None: `build_memory`."""
     make_replica: Callable[[ReplicaParts], Replica] = Replica
     make_load: Callable[[Replica], LiveLoad] = LiveLoad
-    """Function that creates a replica's load view, as `make_replica` creates the replica; a router replaces both,
-    because its replicas are servers.
+    """Function that creates a replica's load view. A router replaces both this function and `make_replica`, because its
+    replicas are servers.
     """
 
     def of(self, replicaset: str) -> Services:
@@ -499,7 +499,7 @@ def _build_retention(
 
 def _order_of(retention: Retention | None, registry: Registry) -> Retention | None:
     """Return the retention policy that the memory must call to choose the blocks to evict; None if there is no policy,
-    or if the policy evicts blocks in the order of their release, as the memory does without it.
+    or if the policy evicts blocks in the order of their release, as the memory does without a policy.
     """
     if retention is None or registry.retention_policy(retention.name).spec.follows_release:
         return None
@@ -525,7 +525,7 @@ def _hand_off_rules(name: str, settings: ReplicasetConfig, plans: Sequence[Repli
 
 
 def _parts_of_steps(where: str, settings: ReplicasetConfig, plans: Sequence[ReplicaPlan]) -> int:
-    """Return `HandOffRules.num_parts`. Raises `ConfigError` if the settings require KV to be sent while its prompt is
+    """Return `HandOffRules.num_parts`. Raises `ConfigError` if the settings require KV to be sent while the prompt is
     computed and this is impossible.
     """
     overlap, num_layers = settings.hand_off.overlap, settings.hand_off.num_layers

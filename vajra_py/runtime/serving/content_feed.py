@@ -58,8 +58,8 @@ class ContentFeed:
             self._give(record.popleft())
 
     def hit_tokens(self, replica_id: int, hashes: BlockHashes, num_known_tokens: int) -> int:
-        """Return the number of leading tokens with these hashes that the replica holds, according to the events
-        delivered so far.
+        """Return the number of leading tokens of a sequence with these block hashes whose KV the replica holds,
+        according to the events delivered so far.
         """
         memory = self._replicas[replica_id].memory
         self.deliver(memory.now())

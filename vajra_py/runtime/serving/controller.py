@@ -60,8 +60,8 @@ class Controller:
         """Wake-ups that policies set."""
         self.num_submitted = 0
         self.index_of: Callable[[RequestFacts], int] | None = None
-        """Function that returns a request's index, for a controller that runs only a part of a run; None: the index is
-        the number of requests submitted before.
+        """Function that returns a request's index, for a controller that serves only a part of a run's requests; None:
+        the index is the number of requests submitted before.
         """
         self.num_ended: Counter[EndReason] = Counter()
         self.on_ended: Callable[[Sequence[tuple[Request, EndReason]]], None] | None = None
@@ -100,7 +100,9 @@ class Controller:
         return None if entry is None else entry[0]
 
     def replica_of(self, request: Request) -> Replica | None:
-        """Return the replica that a request, which has not ended, is bound to; None for a request in a shared queue."""
+        """Return the replica to which a request that has not ended is bound; None if it is deferred or in a shared
+        queue.
+        """
         if request.replica_id < 0:
             return None
         _, replicaset = self._alive[request.request_id]
@@ -404,9 +406,7 @@ class Controller:
             self.programs.leave(request, reason, now)
 
     def end_program(self, program: Program, reason: ProgramEnd, now: int) -> Mapping[str, list[Callable[[], None]]]:
-        """End a program, notify observers, and return the callbacks of policies that the driver must call, by
-        replicaset.
-        """
+        """End a program and notify observers; return the policies' callbacks, by replicaset, for the driver to call."""
         self.programs.end(program, reason)
         seconds = to_seconds(now)
         for observer in self._observers:
@@ -499,9 +499,8 @@ class Controller:
 
 
 def _to_blame_for(standing: Sequence[Request]) -> Request:
-    """Return the request by which the policy to blame is found: the first one, if no request is held. Otherwise
-    return a running one, or else a held one, because the other requests may only be waiting for blocks that it
-    occupies.
+    """Return the request that identifies the policy to blame. If no request is held, it is the first one. Otherwise it
+    is a running request, or else a held one, which occupies blocks that the other requests may be waiting for.
     """
     states = {one.state for one in standing}
     if RequestState.HELD not in states:

@@ -52,9 +52,11 @@ class Drains(Generic[R]):
         self._is_due = True
 
     def advance(self, ended: R | None = None) -> None:
-        """Begin the migrations that are possible now. Unless room was gained (`room_changed`), only replicas that have
-        admitted a request since the last check are considered and, if `ended` is given, only this replica, whose step
-        has just ended.
+        """Begin the migrations that are possible now.
+
+        If some replica may have gained room since the last call (`room_changed`), all draining replicas are considered.
+        Otherwise, only those that have admitted a request since they were last considered. `ended`: the replica whose
+        step has just ended; the others are then considered only if room may have been gained.
 
         Raises `PolicyError` if the replicaset scheduler, which chooses targets, breaks the contract.
         """

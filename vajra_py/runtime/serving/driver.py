@@ -182,7 +182,7 @@ class Driver(Generic[R]):
         use_swap_links(self)
         overlaps = [name for name, one in self._movements.items() if one.hand_offs.overlap is not None]
         self._overlapping = frozenset(overlaps if options.times_transfers else ())
-        """Names of the replicasets in which KV is sent while its prompt is computed."""
+        """Names of the replicasets in which a prompt's KV is sent while the prompt is computed."""
         self._elasticity = Elasticity(self._movements, self, asks=options.wakes)
         self._draining = self._elasticity.draining
         is_all = None if options.serves else self._only_policies_are_left
@@ -440,8 +440,8 @@ class Driver(Generic[R]):
     # Programs
 
     def _program_paused(self, program: Program) -> None:
-        """Schedule the end of a program none of whose calls is alive: in this tick if its client has declared the end,
-        otherwise after the idle time.
+        """Schedule the end of a program of which no call is alive: in this tick if the client has declared the end,
+        otherwise after the idle time, if one is set.
         """
         tick, idle_s = self.now, self.controller.programs.idle_s
         if program.due_end is None:
@@ -504,7 +504,7 @@ class Driver(Generic[R]):
         self.wake(one, at_once=at_once)
 
     def take_report(self, one: R, report: KvReport) -> None:
-        """Apply a report of a connector's workers that arrives now and not with a step."""
+        """Apply a connector report that arrives now, without a step's result."""
         ended = one.replica.take_report(report, self.now)
         if ended:
             self.controller.settle(ended, self.now)
@@ -528,7 +528,7 @@ class Driver(Generic[R]):
         self.num_steps += num_steps
 
     def end_run_at(self, one: R, tick: int) -> None:
-        """Make the step in flight, which ends at `tick`, the last of those launched together."""
+        """Make the step in flight, which ends at `tick`, the last of the steps launched together."""
         one.epoch += 1
         one.free_at = tick
 
@@ -586,8 +586,8 @@ class Driver(Generic[R]):
                 self._start(idle[replica_id])
 
     def _looks_around(self, name: str, one: R | None) -> bool:
-        """Return True if a policy that listens to events may be called while this replica (None: an idle one) forms a
-        step.
+        """Return True if a policy that listens to events may be called while this replica (None: any idle replica)
+        forms a step.
         """
         if one is None or name not in self._looks_if_waiting:
             return True
@@ -706,7 +706,7 @@ class Driver(Generic[R]):
     def _look_after(
         self, movement: Movement[R], one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True
     ) -> None:
-        """Continue moves of requests that wait for the end of a replica's step, or for its blocks. Raises
+        """Continue moves of requests that wait for the end of a replica's step, or for blocks of the replica. Raises
         `PolicyError`.
         """
         movement.step_ended(one, ended, has_freed=has_freed)
@@ -898,7 +898,7 @@ class Driver(Generic[R]):
             self.fast_forward.sync_all(replicaset)
 
     def _sync_all(self) -> None:
-        """Apply every ended step, because the admission policy may read all replicas and send a request to any."""
+        """Apply every ended step: the admission policy may read all replicas and send a request to any of them."""
         for name in self._replicas:
             self.sync(name)
 

@@ -78,8 +78,8 @@ class RequestBounds:
     Attributes:
         block_size: number of tokens per KV block, equal on all replicas, so that a request's block hashes are computed
             once.
-        max_model_len: the largest of all replicas that may decode; an explicit `max_tokens` is reduced if prompt and
-            output would exceed it.
+        max_model_len: the largest `max_model_len` of all replicas that may decode; an explicit `max_tokens` is reduced
+            if prompt and output would exceed it.
         max_request_tokens: maximum number of prompt and output tokens together that a request may have on any replica
             that may decode.
         largest: limits of a replica that has room for `max_request_tokens`.

@@ -1,4 +1,4 @@
-"""Order of events: by (tick, phase, rank, sequence), a total order, so that repeated runs give the same bytes.
+"""Order of events: by (tick, phase, rank, sequence), a total order, so that repeated runs give identical results.
 
 The rank of a replica's event is the replica's position in the run, so that the order does not depend on when an event
 was scheduled.

@@ -131,7 +131,7 @@ class HandOffs(Generic[R]):
         leave only after more tokens were computed.
         """
         self.overlap = Overlap(rules, transfers, self._of, self._moved) if rules.overlaps else None
-        """Transfers that begin before the prompt is computed; None if there are none."""
+        """Transfers that begin before the prompt is computed; None if the rules allow none."""
         for replica in replicaset.replicas:
             replica.builder.let_hand_off(self._why_kept)
             if self.overlap is not None:
@@ -142,7 +142,7 @@ class HandOffs(Generic[R]):
     # Stages of a hand-off
 
     def begin(self, request: Request, source: R) -> None:
-        """Begin the hand-off of a request whose prompt has just been computed."""
+        """Begin the hand-off of a request whose prompt is computed."""
         num_tokens = request.num_computed_tokens
         one = self._of.get(request)
         if one is None:
@@ -273,7 +273,9 @@ class HandOffs(Generic[R]):
         return True
 
     def _reserve(self, target: R) -> None:
-        """Reserve blocks for the hand-offs that wait for a target, as far as it has room."""
+        """Reserve blocks of a target for the hand-offs that wait for them, as far as the target has room; `when_full`
+        determines what happens to the others.
+        """
         line = self._lines.get(target.replica.replica_id)
         if not line:
             return
@@ -441,9 +443,9 @@ class HandOffs(Generic[R]):
         being transferred; return True if there was a deadlock.
 
         A request whose prompt is computed stays at its source if the source decodes. Otherwise the request holds blocks
-        of a prefill replica, and prompts that wait there may hold blocks of the request's target: the one whose
-        hand-off was planned last releases its blocks. Such a deadlock is possible if some prompts are computed without
-        reserved blocks, for instance because replicas pulled them.
+        of a prefill replica, and prompts that wait there may hold blocks of the request's target: of these prompts, the
+        one whose hand-off was planned last releases its blocks. Such a deadlock is possible if some prompts are
+        computed without reserved blocks, for instance because replicas pulled them.
         """
         if not self._of or self._transfers.is_busy or self._may_go_on():
             return False

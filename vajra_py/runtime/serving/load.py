@@ -253,8 +253,8 @@ class ReplicaViews:
         self._snapshots = [SnapshotLoad.of(one) for one in live] if interval_s > 0 else []
         self._groups: dict[tuple[Replica, ...], LiveLoads] = {}
         self._latest: dict[int, tuple[tuple[Replica, ...], LiveLoads]] = {}
-        """Groups by identity of the tuple of replicas, because the cost of hashing a tuple grows with the number of
-        replicas.
+        """Recently used groups, by the `id` of the tuple of replicas, because the cost of hashing a tuple grows with
+        the number of replicas.
         """
 
     def all(self, now: float) -> Sequence[ReplicaLoadView]:
@@ -271,7 +271,7 @@ class ReplicaViews:
         return cast(Sequence[ReplicaLoadView], loads)
 
     def live_of(self, replicas: Sequence[Replica]) -> LiveLoads:
-        """Return the live loads of these replicas; they are stored, and returned again for equal replicas."""
+        """Return the live loads of these replicas; the result is stored, and returned again for the same replicas."""
         latest = self._latest.get(id(replicas))
         if latest is not None and latest[0] is replicas:
             return latest[1]

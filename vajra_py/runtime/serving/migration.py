@@ -71,8 +71,8 @@ class Migrations(Generic[R]):
         self._num_at: Counter[int] = Counter()
         """Number of migrations in which each replica takes part, as source or target."""
         self.on_slot_free: Callable[[], None] | None = None
-        """Callback for when a migration begins its last stage or is cancelled, so that its replicas may take part in
-        others.
+        """Callback for when a migration begins its last stage or is cancelled: its replicas may then take part in other
+        migrations.
         """
 
     # Moves
@@ -135,7 +135,7 @@ class Migrations(Generic[R]):
         self._driver.announce(request, replicaset.bind(request, target, now))
 
     def is_moving(self, request: Request) -> bool:
-        """Return True if a request is being copied while it continues to compute."""
+        """Return True if a request's KV is being copied while the request continues to compute."""
         return request in self._of
 
     def has_slot(self, replica_id: int) -> bool:
@@ -143,7 +143,9 @@ class Migrations(Generic[R]):
         return self._num_at[replica_id] < self._rules.max_per_replica
 
     def begin(self, request: Request, target_id: int, reason: str) -> None:
-        """Begin to copy a running request to another replica, if both can take part in one more migration."""
+        """Begin to copy a running request's KV to another replica, if source and target can take part in one more
+        migration.
+        """
         source = self._driver.replica(self._replicaset.name, request.replica_id)
         if not source.replica.migrates:
             return
@@ -251,7 +253,7 @@ class Migrations(Generic[R]):
             self._end(request, _HANDED_OFF)
 
     def drains(self, target: R) -> None:
-        """Cancel copies to a replica that accepts no more requests."""
+        """Cancel the migrations to a replica that accepts no more requests."""
         for one in list(self._of.values()):
             if one.target is target:
                 self._call_off(one, _TARGET_DRAINS)

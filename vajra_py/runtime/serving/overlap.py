@@ -1,4 +1,4 @@
-"""Transfers of KV while its prompt is computed, layer by layer or chunk by chunk, to blocks reserved before.
+"""Transfers of a prompt's KV while the prompt is computed, layer by layer or chunk by chunk, to blocks reserved before.
 
 The KV that a step computes for a prompt becomes available in equal parts during the step, one for each layer (or all at
 once when the step ends), and is then sent over the links. KV that the source need not compute (from its prefix cache or

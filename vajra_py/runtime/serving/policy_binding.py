@@ -62,12 +62,14 @@ class LayerPolicies(Struct, frozen=True):
 
     @property
     def are_alike(self) -> bool:
-        """True if all were built from the same choice."""
+        """True if all policies of the layer were built from the same choice."""
         return all(choice == self.choices[0] for choice in self.choices)
 
     @property
     def common_choice(self) -> PolicyChoice:
-        """Choice from which all were built. Raises `ConfigError` if replicas have different schedulers."""
+        """Choice from which all policies of the layer were built. Raises `ConfigError` if replicas have different
+        schedulers.
+        """
         if not self.are_alike:
             raise ConfigError(Problem("scheduling.replica_scheduler", f"replicas have different ones ({self.name})"))
         return self.choices[0]
@@ -132,13 +134,13 @@ class Policies:
         self._layers[layer] = policies
 
     def follow_chunks(self) -> None:
-        """Update the predicted prefill times to the chunks of the present replica schedulers."""
+        """From now on, predict prefill times from the chunks that the present replica schedulers form."""
         schedulers = self._layers[Layer.REPLICA_SCHEDULER]
         self.prefill_time.follow(self._predict(schedulers.choices, schedulers.made))
 
     def check_needs(self, replacing: Mapping[Layer, LayerPolicies] | None = None) -> None:
-        """Raise `ConfigError` if a policy requires something that another one lacks, with `replacing` in place of the
-        present policies of its layers.
+        """Raise `ConfigError` if a replica scheduler needs slack and the prioritizer predicts none. `replacing`:
+        policies that are checked in place of the present ones of their layers.
         """
         layers = {**self._layers, **(replacing or {})}
         prioritizer, schedulers = layers[Layer.REQUEST_PRIORITIZER], layers[Layer.REPLICA_SCHEDULER]
@@ -185,11 +187,11 @@ class Policies:
         return self._layers[Layer.REPLICA_SCHEDULER].are_alike
 
     def name(self, layer: Layer) -> str:
-        """Return the name of the layer's policy, for errors."""
+        """Return the name of the layer's policy, for error messages."""
         return self._layers[layer].name
 
     def scheduler_name(self, replica_id: int) -> str:
-        """Return the name of a replica's scheduler, for errors."""
+        """Return the name of a replica's scheduler, for error messages."""
         return self._layers[Layer.REPLICA_SCHEDULER].choices[replica_id].policy
 
     def new_queue(self) -> RequestQueue:

@@ -84,7 +84,7 @@ _Done = tuple[Sequence[tuple[Request, Replica | None]], int]
 
 
 def _announce_arrivals(name: str, made: LayerPolicies, alive: Sequence[Request], now: float) -> None:
-    """Notify new policies of the present requests, as arrivals, if they listen to arrivals."""
+    """Pass the present requests, as arrivals, to those of the new policies that listen to arrivals."""
     if alive:
         for notify in listeners_among((one, name) for one in made.made).arrivals:
             notify(alive, now)

@@ -46,7 +46,7 @@ class PoolLoad:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Number of tokens of the queued requests that are left to compute."""
+        """Number of tokens that are left to compute for the queued requests."""
         held_back = sum(one.num_remaining_tokens for one in self._held_back())
         return sum(queue.num_tokens for queue in self._queues()) + held_back
 

@@ -1,4 +1,4 @@
-"""Prefill times of a replicaset, predicted from the chunks of its present replica schedulers.
+"""Prefill times of a replicaset, predicted from the chunks that its present replica schedulers form.
 
 Replica schedulers are built first; then `follow` is called with a table for each kind of replica, and prioritizer and
 replicaset scheduler are built. If replica schedulers are replaced, `follow` is called again on the same object.
@@ -16,7 +16,7 @@ from vajra_py.errors import ConfigError, Problem
 
 
 class PrefillTable(Struct, frozen=True):
-    """Prefill times on one kind of replica, and the longest request for which it has room."""
+    """Prefill times on one kind of replica, and the maximum number of tokens of a request there."""
 
     max_request_tokens: int
     times: PrefillTime

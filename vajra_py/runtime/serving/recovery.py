@@ -24,7 +24,7 @@ Ended = list[tuple[Request, EndReason]]
 
 
 class Losses(Struct):
-    """Outcome of the loss of a replica for its requests."""
+    """Effect of the loss of a replica on its requests."""
 
     ended: Ended = field(default_factory=list)
     moved: list[tuple[Request, Replica | None]] = field(default_factory=list)

@@ -57,7 +57,7 @@ _is_padding = attrgetter("is_padding")
 
 
 MAX_EMPTY_STEPS = 1000
-"""Maximum number of consecutive attempts at a step that preempt and run nothing; then the policy counts as stuck."""
+"""Maximum number of consecutive attempts at a step that only preempt requests; then the policy counts as stuck."""
 
 
 Around: TypeAlias = Callable[[str, Layer, str, Callable[..., Any]], Callable[..., Any]]
@@ -196,14 +196,14 @@ class Replica:
         self.newly_held: list[Request] = []
         """Requests that entered the state HELD since `take_newly_held` was last called."""
         self.drains_by_migration = False
-        """True if its running requests move to other replicas, so that a step that admits a request is not repeated."""
+        """True while the replica's running requests are moved away; a step that admits one is then not repeated."""
         self.expects_kv = False
         """True if requests wait to move to this replica, one after each step."""
         self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
         self._inherited: list[Request] = []
-        """Running requests that an earlier policy admitted, in order of admission; the present one may not run them."""
+        """Running requests that an earlier policy admitted, in this order; the present policy might never run them."""
         self.bind_policy(parts)
 
     def bind_policy(self, parts: ReplicaParts) -> None:
@@ -377,7 +377,9 @@ class Replica:
         )
 
     def can_hold(self, request: Request) -> bool:
-        """Return True if the limits and an empty memory have room for the request at its maximum length."""
+        """Return True if the replica serves the request's adapter, and the limits and an empty memory have room for the
+        request at its maximum length.
+        """
         if not self.has_adapter(request):
             return False
         num_tokens = request.num_prompt_tokens + request.max_tokens
@@ -602,8 +604,8 @@ class Replica:
     # Repeated decode steps
 
     def num_repeats(self, plan: StepPlan) -> int:
-        """Return `Repeats.num_alike`, or 0 if an observer gets every step, or if a request may move to or from this
-        replica, or a report may come, after this step.
+        """Return `Repeats.num_alike`, but 0 if an observer gets every step, or if, after this step, a request may move
+        to or from this replica or a connector report may arrive.
         """
         # A request handed off while this step was formed may have to stay; the next step then has one more decode.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
@@ -656,8 +658,8 @@ class Replica:
     # Completing steps
 
     def first_stage_completed(self, plan: StepPlan) -> None:
-        """Make the unfinished prompts of a step that has left the first pipeline stage available to the next step, so
-        that chunks of one prompt are pipelined.
+        """When a step has left the first pipeline stage, make the step's unfinished prompts available to the next step,
+        so that chunks of one prompt are pipelined.
         """
         for chunk in plan.chunks:
             request = chunk.request
@@ -726,7 +728,7 @@ class Replica:
         return finished
 
     def take_report(self, report: KvReport, now: int) -> list[tuple[Request, EndReason]]:
-        """Apply a report of a connector's workers that comes without a step; return the requests that ended."""
+        """Apply a connector report that comes without a step's result; return the requests that ended."""
         lost = None if self._connected is None else self._find_failed(report, None)
         for _ in range(min(report.num_returned, len(self._late_tokens))):
             tokens = self._late_tokens.popleft()
@@ -814,7 +816,7 @@ class Replica:
     ) -> list[tuple[Request, EndReason]]:
         """Recompute or end the requests whose loads failed, then record the completed loads and saves.
 
-        If steps are formed ahead, those of these requests that run end in any case, because a step that was formed
+        If steps are formed ahead, running requests whose loads failed always end, because a step that was formed
         meanwhile is invalid as well.
         """
         connected = self._connected
@@ -972,7 +974,9 @@ class Replica:
         return [one for one in requests if one.end_epoch <= 0 and one not in opened]
 
     def _publish(self, requests: Sequence[Request], num_accepted: Sequence[int]) -> None:
-        """Cache the blocks that accepted drafts have filled; the newest of the known tokens is not computed yet."""
+        """Cache the blocks that accepted drafts have filled; the newest known token of each request is not computed
+        yet.
+        """
         size = self.memory.block_size
         filled = [  # requests with a block that may be full now
             (request, known - 1)

@@ -122,8 +122,8 @@ class Replicaset:
         self.may_refuse = False
         """True if some replica scheduler may refuse requests and is called before a request is accepted."""
         self._differs = False
-        """True if not every replica can take every request that some replica can take, because of different limits,
-        roles, adapters, or replica schedulers that may refuse requests.
+        """True if replicas differ in the requests that they can take, because of different limits, roles, adapters, or
+        replica schedulers that may refuse requests.
         """
         self._eligible: dict[Request, Sequence[Replica]] = {}
         """Replicas that can run a request, by request; used if replicas differ and schedulers may refuse requests."""
@@ -214,8 +214,8 @@ class Replicaset:
         layer = Layer.REPLICASET_SCHEDULER
         self._assign_call = assign if around is None else around(self.name, layer, name, assign)
         self.places_itself = isinstance(scheduler, PlacesAfterPrompt)
-        """True if the scheduler chooses among the replicas of all pools for a prompt, and chooses again for the request
-        whose prompt is computed.
+        """True if the scheduler chooses among the replicas of all pools for a prompt, and chooses again when the prompt
+        is computed.
         """
         if isinstance(scheduler, PlacesAfterPrompt):
             place: Callable[..., Any] = scheduler.place_after_prompt
@@ -287,7 +287,7 @@ class Replicaset:
             replica.watch(observers)
 
     def set_state(self, replica_id: int, state: ReplicaState) -> None:
-        """Set a replica's state, as the scheduler gets it from its next call on."""
+        """Set a replica's state; the scheduler gets the new state from its next call on."""
         self._live[replica_id].set_state(state)
         self._serving.clear()
 
@@ -648,10 +648,11 @@ class Replicaset:
             raise PolicyError.caused_by(self.scheduler_name, error) from error
 
     def avoid(self, request: Request, replica_id: int) -> None:
-        """From now on, when a request is placed, avoid a replica on which it failed, as long as other replicas are up.
+        """From now on, when a request is placed, avoid a replica on which the request failed, as long as other replicas
+        are up.
 
         If the scheduler chooses none of the other replicas, it is called again with all. The replica may pull the
-        request from the shared queue only if it also failed on all other replicas of the pool that are up.
+        request from the shared queue only if the request also failed on all other replicas of the pool that are up.
         """
         self._failed_at.setdefault(request, set()).add(replica_id)
 

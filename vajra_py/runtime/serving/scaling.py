@@ -1,7 +1,7 @@
 """Scaling of a replicaset: targets by its scaler, and the choice of replicas to start and stop.
 
 As many replicas are built as a pool may have at most; those that are not needed are down. A starting replica takes
-requests after `startup_s`, and a random addition. A stopping replica drains: its waiting requests that have not begun
+requests after `startup_s` plus a random addition. A stopping replica drains: its waiting requests that have not begun
 are placed again, its other requests are finished or move to other replicas, and then it goes down with an empty memory.
 A lost replica is not started until it is restored; another replica is started in its place if the pool has one that is
 down.

@@ -1,4 +1,6 @@
-"""Operations of a driver for its parts, which move requests between replicas, scale replicasets and wake policies."""
+"""Operations that a driver offers to its parts; these move requests between replicas, scale replicasets and wake
+policies.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def swap_rules(settings: Sequence[tuple[ReplicaConfig, ReplicaLimits]]) -> Seque
 
 
 def use_swap_links(driver: DriverServices[R]) -> None:
-    """Copy swapped requests while steps run, on each replica whose rules require it."""
+    """Let each replica with swap rules copy its swapped requests while steps run."""
     for name, replicaset in driver.controller.replicasets.items():
         for replica_id, rules in enumerate(replicaset.swaps):
             if rules is not None:

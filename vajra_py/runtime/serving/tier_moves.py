@@ -1,13 +1,13 @@
 """Transfers of content between the memory tiers of a replicaset's replicas, while steps run.
 
 The prefix of a waiting request may be moved in two stages. Blocks of tiers beyond the first are prefetched into the
-first one, from the request's arrival or from the first time that it is considered. Blocks of the first tier are loaded
-to the device when the request is admitted: the request gets its device blocks, waits for the transfer, and computes the
+first one, when the request arrives or when it is first considered for admission. Blocks of the first tier are loaded to
+the device when the request is admitted: the request gets its device blocks, waits for the transfer, and computes the
 tokens after the loaded ones. Content that leaves a tier, or is written through, is copied down. Each tier has its own
 links for each replica, one down and one up, and a shared tier may have a bandwidth limit for all replicas together.
 
 If the backend executes the copies (links are not modelled), a copy ends when the backend reports it. Device content
-that the step being formed will overwrite is read before that step runs; other device content, once it is computed.
+that the step being formed will overwrite is read before that step; other device content is read once it is computed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class TierMoves(Generic[R]):
     def __init__(
         self, replicaset: Replicaset, rules: TierMovesRules, driver: DriverServices[R], *, is_timed: bool = True
     ) -> None:
-        """Create the transfers. `is_timed`: links are modelled; else the backend copies between device and one tier."""
+        """`is_timed`: True if links are modelled; False if the backend copies between device and one tier."""
         self.replicaset = replicaset.name
         self._replicaset = replicaset
         self._rules = rules
@@ -388,7 +388,7 @@ class TierMoves(Generic[R]):
             self._schedule()
 
     def lose(self, one: R) -> None:
-        """Cancel all transfers from and to a replica that has lost all content."""
+        """Cancel all transfers between the tiers of a replica that has lost all content."""
         for number in [number for number, transfer in self._sent.items() if transfer.one is one]:
             self._call_off(number).lost()
         for request in [request for request, prefetch in self._prefetches.items() if prefetch.one is one]:

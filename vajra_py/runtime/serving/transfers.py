@@ -41,8 +41,8 @@ M = TypeVar("M", bound=Moving)
 
 
 class Transfers(Generic[R]):
-    """Transfers of one replicaset: timed by a model of the links, or untimed, so that a transfer ends when the backend
-    reports it.
+    """Transfers of one replicaset. They are timed by a model of the links, or untimed: then a transfer ends when the
+    backend reports it.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Transfers(Generic[R]):
         self._asks = asks
         self._num_started = 0
         self._sent: dict[Hashable, tuple[Transfer[R], Callable[[Any], None]]] = {}
-        """Each transfer under way with its callback."""
+        """Each transfer under way with its callback, by the transfer's key."""
         self._keys: dict[int, Hashable] = {}
         """Keys of the untimed transfers under way, by number."""
         self._ended: dict[Hashable, None] = {}
@@ -80,7 +80,8 @@ class Transfers(Generic[R]):
         *,
         is_computed: bool = True,
     ) -> None:
-        """Send KV from the first replica to the second; when the KV has arrived, `done` is called with the key.
+        """Send KV from the first replica in `ends` to the second; when the KV has arrived, `done` is called with the
+        key.
 
         `lacking`: (first, end) of the tokens whose KV the target lacks; `num_moved`: number of tokens whose KV is sent.
         `is_computed`: if False (only with modelled links), KV is sent as `release` announces it, until `close` is
@@ -238,11 +239,11 @@ class Transfers(Generic[R]):
             action()
 
     def has_waiting(self, one: R) -> bool:
-        """Return True if an action waits for the replica's step."""
+        """Return True if an action waits for the end of the replica's step."""
         return bool(self.waiting.get(one.replica.replica_id))
 
     def forget_waiting(self, one: R) -> None:
-        """Drop the actions that wait for the step of a lost replica."""
+        """Drop the actions that wait for the end of a lost replica's step."""
         self.waiting.pop(one.replica.replica_id, None)
 
     def clear(self, why: str) -> None:

@@ -18,7 +18,7 @@ from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.support.clock import to_seconds
 
 MAX_FRUITLESS_WAKES = 100_000
-"""Maximum number of consecutive wake-ups without another event in between; after that, the policy counts as stuck."""
+"""Maximum number of consecutive wake-ups while nothing else can happen; after that, the policy counts as stuck."""
 
 
 class PolicyWaker(Generic[R]):
