@@ -114,7 +114,7 @@ def versus(field: Field, adjusted: Mapping[tuple[str, int, int], float], pair: t
 
 def adjust(field: Field) -> dict[tuple[str, int, int], float]:
     """Return the adjusted p-values of all pairs that can be tested, by (metric, lower position, higher position). The
-    pairs under one load form a family, over all primary metrics.
+    p-values of all primary metrics and all pairs under one load form a family.
     """
     found: dict[tuple[str, int, int], float] = {}
     for members in groups(field.loads):

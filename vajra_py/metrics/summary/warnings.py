@@ -70,7 +70,8 @@ def _shed(data: Mapping[str, Any]) -> list[str]:
 
 
 _CUT_OFF = (UNFINISHED, "expired", "failed")
-"""End reasons of requests whose latencies are missing; they would have been longer than most of the known ones."""
+"""End reasons of requests whose latencies are missing; these would have been longer than most of the known latencies.
+"""
 _LATENCIES = {"ttft_s": "TTFT", "queue_s": "Queueing", "e2e_s": "E2E"}
 
 

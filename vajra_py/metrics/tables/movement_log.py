@@ -164,8 +164,8 @@ class MovementRows(Observer):
     def on_transfer_end(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
     ) -> None:
-        """Record the end of a transfer. Write a row if the KV of a running request was copied, or if the transfer was
-        cancelled or failed; if the request has ended, `on_ended` writes the row.
+        """Record the end of a transfer. Write a row if it was a copy of a running request's KV, or if it was cancelled
+        or failed for another reason than the request's end, for which `on_ended` writes the row.
         """
         journey = self._journeys.get(request.index)
         if journey is None:

@@ -77,7 +77,7 @@ _OTHERWISE_CALLED = {
     **{"step_index": "step", "num_decodes": "batch_decodes"},
     **{"decode_context_tokens": "context_tokens", "num_growths": "num_growth"},
 }
-"""Name in a step log of each field whose name differs there."""
+"""Name that a field has in a step log, for each field whose name differs there."""
 
 
 class StepsBuilder:

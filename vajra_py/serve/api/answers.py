@@ -93,7 +93,7 @@ def usage(streams: Sequence[OutputStream], num_per_prompt: int) -> dict[str, Any
 
 @dataclass(slots=True)
 class _Sent:
-    """How much of an output was already sent, and the bytes around the text in a chunk that contains only text."""
+    """Amount of an output that was already sent, and the bytes around the text in a chunk that contains only text."""
 
     num_tokens: int = 0
     num_characters: int = 0

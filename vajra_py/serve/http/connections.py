@@ -29,7 +29,7 @@ _LOG_EVERY_S = 1.0
 _HEAD_PIECE, _BODY_PIECE = 2**12, 2**14
 """Maximum number of bytes that are parsed between two checks of the limits: in a head, and in a body."""
 _MOST_QUEUED = 8
-"""If this number of pipelined requests wait behind the current one, the parsing of the connection's data pauses."""
+"""Number of pipelined requests that may wait behind the current one; with so many, parsing of received data pauses."""
 _MOST_AHEAD = 2**17
 """Maximum number of bytes kept ahead while a request is answered: unparsed bytes and the bodies of pipelined requests.
 Above it, the server pauses reading from the connection.

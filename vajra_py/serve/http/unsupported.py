@@ -202,7 +202,7 @@ def refuse_unsupported_message(given: Mapping[str, Any]) -> None:
 
 
 def refuse_content_part(kind: Any) -> None:
-    """Refuse a part of a message's content if it is of a kind that other servers support beside text. Raises
+    """Refuse a part of a message's content if it is of a kind that other servers support besides text. Raises
     `Unsupported`.
     """
     if isinstance(kind, str) and kind in ("image_url", "input_image", "input_audio", "audio_url", "video_url", "file"):
