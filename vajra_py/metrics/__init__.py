@@ -1,7 +1,7 @@
 """Results of runs, as numbers and figures.
 
 `RequestsBuilder`, `StepsBuilder`, `TbtBuilder` and `write_parquet` build and write the tables; `summarise` computes the
-summary; `RunData` opens a run's folder; `compare`, `plots`, `write_report` and `write_timeline` present its results.
+summary; `RunData` opens a run's folder; `compare`, `plots`, `write_report` and `write_timeline` present the results.
 Metrics are defined in `vajra_py.metrics.definitions`. Importing this package loads none of pyarrow, pandas and
 matplotlib: names are resolved when they are used.
 """

@@ -26,7 +26,7 @@ UNFINISHED = "unfinished"
 """`reason` of a request that had not ended when the run did; every other value is one of `EndReason`."""
 
 COMPLETED_REASONS = (EndReason.STOP.value, EndReason.LENGTH.value)
-"""Reasons of requests that received their complete answer."""
+"""End reasons of requests that received their complete answer."""
 
 REASONS: tuple[str, ...] = (*(reason.value for reason in EndReason), UNFINISHED)
 """All values of `reason`, in the order of reports."""
@@ -74,8 +74,8 @@ class Slo(Struct, frozen=True):
 
 
 class SloDefaults(Struct, frozen=True):
-    """Default SLOs by class, and those of `everyone` for each kind of SLO (TTFT, TPOT, TBT or E2E) that a class lacks.
-    A default applies only to requests without their own SLO of that kind.
+    """Default SLOs by class. For each kind of SLO (TTFT, TPOT, TBT or E2E) that a class lacks, the default of
+    `everyone` applies. A default applies only to requests without their own SLO of that kind.
     """
 
     everyone: Slo = field(default_factory=Slo)
@@ -216,8 +216,8 @@ def judge_slos(outcomes: Outcomes, targets: SloTargets, observed_until: float | 
 
 
 def _tbt_status(outcomes: Outcomes, targets: SloTargets, open_ended: Bools) -> NDArray[np.int8]:
-    """Return the TBT status; `NONE` without SLOs or recorded gaps. A gap that is too long violates the SLO at once,
-    however the request ends.
+    """Return each request's status for the TBT SLO; `NONE` without an SLO, or if gaps were not recorded. A gap that is
+    too long violates the SLO at once, however the request ends.
     """
     longest_s = outcomes.tbt_max_s
     if targets.tbt_s is None or longest_s is None:
@@ -345,8 +345,8 @@ class ServiceWeights(Struct, frozen=True):
 def attained_service(
     num_prompt_tokens: Ints, num_output_tokens: Ints, has_first_token: Bools, weights: ServiceWeights
 ) -> Floats:
-    """Return the weighted service of each request: its prompt tokens (cached or not) once it has a first token, and its
-    output tokens.
+    """Return the weighted service of each request: the weighted sum of its prompt tokens (cached or not; 0 before its
+    first output token) and its output tokens.
     """
     prompt = np.where(has_first_token, num_prompt_tokens, 0)
     return weights.prompt_token * prompt + weights.output_token * num_output_tokens

@@ -172,7 +172,9 @@ class Service:
 
     @property
     def num_errors(self) -> int:
-        """Number of requests refused for load (429) or failed (5xx), and of streams that ended with an error."""
+        """Number of requests that were refused for load (429) or failed (5xx), plus the number of streams that ended
+        with an error.
+        """
         refused = sum(count for status, count in self.statuses.items() if status == 429 or status >= 500)
         return refused + self.num_broken_streams
 

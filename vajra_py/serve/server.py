@@ -39,7 +39,9 @@ from vajra_py.serve.session.session import RECORD_S, STOP_S, SessionState
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _LAST_BYTES_S = 1.0
-"""Minimum seconds at the very end for connections to transmit written data; more if grace time is left."""
+"""Minimum seconds for connections to transmit written data at the very end; up to `_MOST_LAST_BYTES_S` if that much of
+the grace time is left.
+"""
 _MOST_LAST_BYTES_S = 5.0
 END_S = 8.0
 """Seconds for the rest of a shutdown after the grace time or a second signal, before the process is ended forcibly."""
@@ -65,7 +67,9 @@ class ServedSession(Protocol):
         """Wait until the session can serve no more requests."""
 
     def end_if_out_of_service(self) -> None:
-        """End an engine's session with an error if policies took every replicaset out of service; a router's continues."""
+        """End the session of an engine with an error if policies took every replicaset out of service; a router's
+        session continues.
+        """
 
     def drain(self) -> None:
         """Stop accepting requests."""
@@ -155,7 +159,8 @@ class DrainingServer(uvicorn.Server):
             self.on_listening()
 
     async def on_tick(self, counter: int) -> bool:
-        """Close connections that exceed a time limit, and end the session if every replicaset is out of service.
+        """Close connections that exceed a time limit or were left by their clients, and end the session if every
+        replicaset is out of service.
 
         Called ten times a second. A session whose policies can be swapped does not end.
         """
@@ -215,7 +220,7 @@ class Guard(threading.Thread):
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def run(self) -> None:
-        """Poll for the deadline; polling avoids locks, which a signal handler must not take."""
+        """Poll until the deadline has passed; with polling, the signal handler that sets the deadline needs no lock."""
         while not self._is_over:
             late_s = time.monotonic() - self._deadline
             if late_s > (RECORD_S if self._is_writing() else 0.0):

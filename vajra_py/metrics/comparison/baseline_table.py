@@ -16,8 +16,9 @@ _HEADS = ("metric", "baseline", "value", "difference", "change", "better in", "p
 def difference_table(
     comparison: ComparedSettings, baseline: str, scope: str, metrics: Sequence[Metric] | None = None
 ) -> Table:
-    """Return a table of differences from the baseline: a row for each other setting under the baseline's load and each
-    of `metrics` (by default each metric for which lower or higher values are better), with primary metrics first.
+    """Return a table of differences from the baseline: a row for each combination of a metric and another setting under
+    the baseline's load. The rows of a setting begin with the primary metrics. `metrics` are by default those for which
+    lower or higher values are better.
 
     Differences between replicated settings have an interval, the fraction of replications in which the setting is
     better, and p-values; differences between settings that each have one seed are not tested. Raises `RunError` for an
@@ -67,8 +68,8 @@ def _cells(metric: Metric, base: float, value: float, versus: Versus) -> tuple[C
 
 
 def spread_of(metric: Metric, versus: Versus) -> str:
-    """Return the interval of a difference as `±0.12`; an empty string if there is none, or if the difference was not
-    tested.
+    """Return the half width of a difference's confidence interval as `±0.12`; an empty string if there is no interval,
+    or if the difference was not tested.
     """
     interval = None if versus.difference is None or versus.untested else versus.difference.interval
     return f"±{error_text(metric, interval.half_width)}" if interval is not None and interval.half_width else ""

@@ -1,4 +1,4 @@
-"""Values of several settings, the best of them, and their differences.
+"""Values of several settings, the best settings, and the differences between settings.
 
 The scopes are all requests, each SLO class, each tenant and each pool. Settings are ranked only against settings under
 the same load, and only if they kept up with it. With replications, differences in the primary metrics are tested
@@ -41,16 +41,18 @@ class ComparedSettings(Struct, frozen=True, dict=True):
     gold`, `tenant a`) and metric key.
     """
     loads: tuple[str, ...]
-    """Values of the workload parameters in which the settings differ, as text, for each setting; empty texts if they
-    differ in none.
+    """For each setting, the values of the workload parameters in which the settings differ, as text; empty texts if
+    they differ in none.
     """
     samples: Mapping[str, Mapping[str, tuple[Samples, ...]]] = field(default_factory=dict)
-    """Values by seed, in the structure of `values`; empty if no setting has several replications."""
+    """Each setting's values by seed, by scope and metric key as in `values`; empty if no setting has several
+    replications.
+    """
     replications: tuple[int, ...] = ()
     """Number of runs of each setting."""
     copied: tuple[int, ...] = ()
-    """Number of seeds of each setting that gives the same run under every seed; 0 for other settings. A setting whose
-    runs are all the same is not tested and has no interval.
+    """For each setting whose seeds all give the same run, the number of its seeds; 0 for other settings. A setting
+    whose seeds all give the same run is not tested and has no interval.
     """
     step_times: tuple[str, ...] = ()
     """Origin of each setting's step times, as a sentence without its full stop; an empty text for runs that do not
@@ -65,7 +67,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
     workloads: str = ""
     """Sentence, without its full stop, on how the workloads differ; empty if they differ at most in their rate."""
     reasons: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Counts per setting of each reason for a move, deferral or refusal (means over replications)."""
+    """For each reason for a move, deferral or refusal, how often each setting had it (mean over its replications)."""
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -108,8 +110,8 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         raise RunError(f"--baseline: no setting has that name ({name!r}). {did_you_mean(name, self.names)}")
 
     def interval(self, key: str, position: int, scope: str = OVERALL) -> Interval | None:
-        """Return the 95 % confidence interval of a mean over replications; None for a single run or if all replications
-        are equal.
+        """Return the 95 % confidence interval of a setting's mean over its replications; None for a single run, or if
+        all replications have the same value.
         """
         samples = self._samples(key, scope)
         if not samples:
@@ -118,12 +120,12 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         return make(list(samples[position].values()))
 
     def is_copied(self, position: int) -> bool:
-        """Return whether all of a setting's several seeds give the same run."""
+        """Return True if a setting has several seeds and all of them give the same run."""
         return bool(self.copied) and self.copied[position] > 0
 
     def best(self, key: str, scope: str = OVERALL) -> frozenset[int]:
-        """Return the positions of the settings with the best value, for each load, among the settings that kept up with
-        it.
+        """Return the positions of the best settings of all loads: for each load, those with the best value among the
+        settings that kept up with the load.
 
         Without replications, all settings whose displayed value equals the best one are included. There is no best
         setting if all values are equal, if there is only one value, or if neither lower nor higher values of the metric
@@ -181,15 +183,15 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         return versus(own, self._adjusted[scope], (baseline, position), key)
 
     def against(self, baseline: int, keys: Sequence[str], scope: str = OVERALL) -> list[Versus]:
-        """Return the comparisons of the baseline with all other settings under its load, in these metrics, without
-        those that cannot be tested.
+        """Return the comparisons of the baseline with all other settings under its load in these metrics. Comparisons
+        that cannot be tested are left out.
         """
         found = [self.versus(i, baseline, key, scope) for _, i in self.pairs(baseline) for key in keys]
         return [one for one in found if not one.untested]
 
     def pairs(self, baseline: int | None = None) -> list[tuple[int, int]]:
-        """Return the pairs of settings under the same load, with loads in natural order; with a baseline, only the
-        pairs that contain it.
+        """Return the pairs of settings under the same load, as positions, with loads in natural order. If `baseline` is
+        given, return only the pairs that contain it.
         """
         if baseline is not None:
             return [(baseline, i) for i in self.of_load(baseline) if i != baseline]
@@ -237,8 +239,8 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         )
 
     def shown(self, scope: str = OVERALL, level: int = 1) -> list[Metric]:
-        """Return the metrics up to this level that are worth a row: those with a value, except counts of `_QUIET_ZEROS`
-        that are 0 for every setting.
+        """Return the metrics up to this level that are worth a row: those for which some setting has a value, except
+        counts listed in `_QUIET_ZEROS` that are 0 for every setting.
         """
         rows = self.values[scope]
         return [
@@ -261,7 +263,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
 
 
 def _best_of(metric: Metric, known: Mapping[int, float], *, as_read: bool) -> set[int]:
-    """Return the positions with the best value; with `as_read`, all whose displayed value equals the best one."""
+    """Return the positions with the best value; with `as_read`, also those whose value is displayed like it."""
     if metric.lower_is_better is None or len(known) < 2:
         return set()
     target = min(known.values()) if metric.lower_is_better else max(known.values())

@@ -60,7 +60,9 @@ class Comparison(ComparedSettings, frozen=True):
         return value_csv(self, scope)
 
     def to_json(self, scope: str | None = None) -> str:
-        """Return settings, the family of comparisons, values and all differences as JSON text."""
+        """Return settings, a sentence on the comparisons that are adjusted together, values and all differences as JSON
+        text.
+        """
         return json_text(self, scope)
 
     def to_markdown(self, scope: str = OVERALL) -> str:

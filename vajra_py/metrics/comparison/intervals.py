@@ -100,9 +100,9 @@ def mser5(values: Floats) -> int:
     """Return the number of values to leave out at the start, as warm-up.
 
     MSER-5 (K. P. White, "An effective truncation heuristic for bias reduction in simulation output", Simulation 69,
-    1997): the series is divided into batches of five values, and the number of leading batches is chosen whose omission
-    minimises the standard error of the remaining batch means. A cut in the second half means that no steady state was
-    found; the result is then 0, as for fewer than 50 values.
+    1997): the series is divided into batches of five values, and so many leading batches are left out that the standard
+    error of the remaining batch means is smallest. A cut in the second half means that no steady state was found; the
+    result is then 0, as for fewer than 50 values.
     """
     count = len(values) // 5
     if count < 10:

@@ -175,7 +175,7 @@ METRICS: tuple[Metric, ...] = (
 BY_KEY: Mapping[str, Metric] = {metric.key: metric for metric in METRICS}
 
 DEFAULT_PRIMARY = ("ttft_p99_s", "tbt_p99_s", "slo_attainment_fraction")
-"""Metrics that are tested by default, if the comparison has them."""
+"""Keys of the metrics that are tested by default, if the runs have values for them."""
 
 
 def named_metrics(given: Sequence[str], option: str = "--metrics") -> list[Metric]:
@@ -219,7 +219,7 @@ def _percent(shown: float) -> str:
 
 def error_text(metric: Metric, value: float) -> str:
     """Return the magnitude of a difference or of an interval's half width as text in the displayed unit, with two
-    significant digits (from 100, a whole number) and without an exponent.
+    significant digits (as a whole number from 100 on) and without an exponent.
     """
     shown = abs(value * metric.scale)
     if shown == 0 or shown >= 100:

@@ -1,6 +1,6 @@
 """Comparison of policies on several workloads and loads: best values by metric, and differences from a baseline.
 
-This module makes no tests: values, intervals, marks and verdicts come from the workloads' comparisons.
+This module tests no differences: values, intervals, marks and verdicts come from the workloads' comparisons.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ class WorkloadComparison:
     loads: Sequence[str]
     """Loads in ascending order."""
     positions: Mapping[tuple[str, str], int]
-    """Position in the comparison, by (policy, load); no entry if its runs failed."""
+    """Position of each setting in the comparison, by (policy, load); no entry for a setting whose runs failed."""
     _marks: dict[str, dict[int, str]] = field(default_factory=dict, repr=False, compare=False)
     """Marks by metric, computed once."""
 
     def position(self, policy: str, load: str) -> int | None:
-        """Return the position in the comparison of a policy under a load; None if its runs failed."""
+        """Return the position that a policy under a load has in the comparison; None if the policy's runs under this
+        load failed.
+        """
         return self.positions.get((policy, load))
 
     @property
@@ -69,12 +71,12 @@ class WorkloadComparison:
         return steady[-1] if steady else self.loads[0]
 
     def value(self, policy: str, load: str, key: str) -> float | None:
-        """Return a policy's raw mean over seeds; None if it has no value."""
+        """Return a policy's raw value of a metric under a load, as a mean over seeds; None if there is none."""
         position = self.position(policy, load)
         return None if position is None else self.comparison.values[OVERALL][key][position]
 
     def interval(self, policy: str, load: str, key: str) -> Interval | None:
-        """Return the 95 % confidence interval of a policy's mean; None if there is none."""
+        """Return the 95 % confidence interval of the mean that `value` returns; None if there is none."""
         position = self.position(policy, load)
         return None if position is None else self.comparison.interval(key, position)
 
@@ -93,15 +95,17 @@ class WorkloadComparison:
         return "" if position is None else self._marks[key].get(position, "")
 
     def versus(self, policy: str, load: str, key: str) -> Versus | None:
-        """Return the comparison of a policy with the baseline under a load; None if either is missing."""
+        """Return the comparison of a policy with the baseline in a metric under a load; None for the baseline itself,
+        or if the runs of either failed.
+        """
         position, base = self.position(policy, load), self.position(BASELINE, load)
         if position is None or base is None or position == base:
             return None
         return self.comparison.versus(position, base, key)
 
     def winners(self, load: str, key: str) -> Sequence[str]:
-        """Return the policies with the best value under a load; empty if fewer than two kept up or all values are
-        equal.
+        """Return the policies with the best value of a metric under a load; empty if fewer than two policies kept up
+        with the load, or if all their values are equal.
         """
         best = self.comparison.best(key)
         return [policy for policy in self.policies if self.position(policy, load) in best]

@@ -19,7 +19,9 @@ _SECTIONS = (
 
 
 def reasons_of(settings: Sequence[Setting]) -> dict[str, tuple[float, ...]]:
-    """Return the count of each reason per setting (the mean over its replications), the most frequent first."""
+    """Return, for each reason, its count in each setting (the mean over the setting's replications), with the most
+    frequent reason first.
+    """
     counts = [[_counts(run) for run in setting.runs] for setting in settings]
     names = dict.fromkeys(reason for runs in counts for run in runs for reason in run)
     found = {reason: tuple(sum(run.get(reason, 0) for run in runs) / len(runs) for runs in counts) for reason in names}
@@ -35,7 +37,7 @@ def _counts(run: RunData) -> Mapping[str, int]:
 
 
 def reason_table(comparison: ComparedSettings) -> Table | None:
-    """Return a table with the count of each reason, with a column per setting; None if there are no reasons."""
+    """Return a table of counts with a row per reason and a column per setting; None if there are no reasons."""
     rows = tuple(
         Row(reason, tuple(Cell(_text(value), value=value) for value in values))
         for reason, values in comparison.reasons.items()

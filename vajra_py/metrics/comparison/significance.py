@@ -113,8 +113,8 @@ def versus(field: Field, adjusted: Mapping[tuple[str, int, int], float], pair: t
 
 
 def adjust(field: Field) -> dict[tuple[str, int, int], float]:
-    """Return the adjusted p-values by (metric, lower position, higher position) of all testable pairs; the pairs under
-    one load form a family.
+    """Return the adjusted p-values of all pairs that can be tested, by (metric, lower position, higher position). The
+    p-values of all primary metrics and all pairs under one load form a family.
     """
     found: dict[tuple[str, int, int], float] = {}
     for members in groups(field.loads):
@@ -129,5 +129,5 @@ def adjust(field: Field) -> dict[tuple[str, int, int], float]:
 
 
 def groups(loads: Sequence[str]) -> list[list[int]]:
-    """Return a list for each load with the positions of its settings."""
+    """Return, for each load, the list of positions of its settings."""
     return [[i for i, own in enumerate(loads) if own == load] for load in dict.fromkeys(loads)]

@@ -1,5 +1,5 @@
-"""Sources of runs' step times, prices and power, and checks whether differences between settings exceed the known error
-of their step times.
+"""Sources of runs' step times, prices and power, and sentences on whether differences between settings exceed the known
+error of their step times.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _JUDGED = {"ttft_mean_s": "ttft_s", "tpot_mean_s": "tpot_s", "e2e_mean_s": "e2e_
 
 
 def step_time_origins(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """Return each origin of step times as one sentence without its full stop, with the names of the runs it applies to
-    (an empty list means all); runs that do not record it are left out.
+    """Return each origin of step times, as one sentence without its full stop, and the names of the runs with this
+    origin (an empty list means all). Runs that do not record the origin are left out.
     """
     found: dict[str, list[str]] = {}
     for run in runs:
@@ -29,8 +29,8 @@ def step_time_origins(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
 
 
 def cost_origins(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """Return a sentence per device, without its full stop, with price, power and their sources, and the names of the
-    runs it applies to (an empty list means all).
+    """Return, for each device, a sentence without its full stop on price and power and their sources, and the names of
+    the runs to which the sentence applies (an empty list means all).
     """
     found: dict[str, list[str]] = {}
     for run in runs:

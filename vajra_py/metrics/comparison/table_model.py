@@ -60,7 +60,7 @@ class Table(Struct, frozen=True):
     notes: tuple[str, ...] = ()
     """Sentences without full stops that explain the table and its marks."""
     text_columns: frozenset[int] = frozenset()
-    """Positions of the columns of words, which are left-aligned."""
+    """Positions of the columns that contain words; they are left-aligned."""
     num_pinned: int = 0
     """Number of leading columns that are repeated in each piece of a split table."""
     keys: tuple[str, ...] = ()

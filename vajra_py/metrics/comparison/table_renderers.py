@@ -296,5 +296,7 @@ def _latex_sign(sign: str) -> str:
 
 
 def _guarded(text: str) -> str:
-    """Return the text at the start of a table row, protected from being parsed as an option of the preceding command."""
+    """Return a text for the start of a table row, escaped so that LaTeX does not parse it as an option of the preceding
+    command.
+    """
     return "{}" * text.startswith(("[", "*")) + latex_text(text)

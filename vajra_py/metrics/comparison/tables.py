@@ -71,7 +71,9 @@ def cells(comparison: ComparedSettings, metric: Metric, scope: str) -> tuple[Cel
 
 
 def interval_text(comparison: ComparedSettings, metric: Metric, position: int, scope: str) -> str:
-    """Return the interval as `±0.12`, as a range if it is asymmetric, or an empty text if there is none."""
+    """Return the interval of a setting's value as `±0.12`, or as a range if it is asymmetric; an empty text if there is
+    none.
+    """
     value, interval = comparison.values[scope][metric.key][position], comparison.interval(metric.key, position, scope)
     if interval is None or value is None:
         return ""

@@ -19,7 +19,7 @@ _WIDE_FRACTION = 0.25
 """Relative half width of an interval above which a warning is given."""
 
 _WARMUP_FRACTION = 0.02
-"""Minimum fraction of the requests for a warm-up to be reported."""
+"""A warm-up is reported only if it covers more than this fraction of the requests."""
 
 _DISAGREE = f"Its seeds disagree: the 95 % interval of mean or P99 TTFT is wider than ±{_WIDE_FRACTION:.0%} of the value. More replications or longer runs narrow it."
 
@@ -55,7 +55,7 @@ def warnings_of(settings: Sequence[Setting], comparison: ComparedSettings) -> li
 
 
 def _of_chance(settings: Sequence[Setting], comparison: ComparedSettings) -> list[tuple[str, list[str]]]:
-    """Return warnings about chance: settings of one seed, and intervals too wide to be informative."""
+    """Return warnings about chance: settings with one seed only, and intervals that are too wide to be informative."""
     warnings = []
     single = [setting.name for setting in settings if _is_of_one_seed(setting)]
     if single and len(settings) > 1:
@@ -102,7 +102,7 @@ def _of_length(settings: Sequence[Setting]) -> list[tuple[str, list[str]]]:
 
 def warmup_requests(run: RunData) -> int:
     """Return the number of requests at the start of the measurement window that MSER-5 classifies as warm-up, by
-    end-to-end latency; 0 if too few to matter.
+    end-to-end latency; 0 if they are too few to matter.
     """
     if not (run.path / REQUESTS_FILE).exists():
         return 0
@@ -117,7 +117,9 @@ def _completed(run: RunData) -> int:
 
 
 def _relative_width(comparison: ComparedSettings, position: int) -> float:
-    """Return the larger relative half width of the intervals of mean and P99 TTFT; 0 if there are none."""
+    """Return the half width of the confidence interval of mean TTFT or of P99 TTFT, relative to the value, whichever is
+    larger; 0 if there are no intervals.
+    """
     shares = [0.0]
     for key in _NAMED:
         value, interval = comparison.values[OVERALL][key][position], comparison.interval(key, position)

@@ -33,7 +33,7 @@ class CapacityCurve:
 
     label: str
     points: Sequence[tuple[float, Mapping[str, tuple[float | None, ...]]]]
-    """(Rate or cost, values of the seeds by metric), in ascending order."""
+    """(Rate or cost, values of all seeds by metric) of each measurement, in ascending order of the rate or cost."""
     knee: float | None
     """Capacity, in the unit of the x values; None if none was found."""
     interval: Interval | None = None
@@ -43,7 +43,9 @@ class CapacityCurve:
     condition's own capacity. None to draw a line through the means.
     """
     ends: Mapping[str, tuple[float, Interval | None]] = field(default_factory=dict)
-    """(Capacity, its interval) that the setting would have if the SLO had only this condition, by condition."""
+    """For each condition, (capacity, interval of the capacity) that the setting would have if the SLO had only this
+    condition.
+    """
 
 
 @styled

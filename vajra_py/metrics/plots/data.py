@@ -105,7 +105,7 @@ class PoolReplicas:
     replica_ids: range
 
     def holds(self, columns: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
-        """Return a mask of the rows of its replicas."""
+        """Return a mask of the rows that belong to replicas of this pool."""
         ids, ours = columns["replica_id"], self.replica_ids
         found: NDArray[np.bool_] = (columns["replicaset"] == self.replicaset) & (ids >= ours.start) & (ids < ours.stop)
         return found
@@ -131,7 +131,9 @@ def busy_replicas_over_time(run: RunData, edges: Floats, pool: PoolReplicas) -> 
 
 
 def tokens_per_step(run: RunData, edges: Floats) -> tuple[Floats, Floats]:
-    """Return the mean (decode, prefill) tokens per step of the steps formed in each bin; 0 for a bin without steps."""
+    """Return (decode, prefill) tokens per step, each as a mean over the steps formed in a bin; 0 for a bin without
+    steps.
+    """
     table = run.steps("formed_at", "decode_tokens", "prefill_tokens")
     formed_at = table.column("formed_at").to_numpy()
     count = np.histogram(formed_at, edges)[0]
@@ -143,8 +145,8 @@ def tokens_per_step(run: RunData, edges: Floats) -> tuple[Floats, Floats]:
 
 
 def service_over_time(run: RunData, edges: Floats, weights: ServiceWeights) -> dict[str, Floats]:
-    """Return each tenant's cumulative weighted service at each edge. Prompt tokens count when the first output token is
-    emitted, output tokens evenly from then until the request's end.
+    """Return each tenant's cumulative weighted service up to each edge. Prompt tokens count when the first output token
+    is emitted, output tokens evenly from then until the request's end.
     """
     table = run.requests("tenant", "num_prompt_tokens", "num_output_tokens", "first_token_at", "ended_at")
     encoded = table.column("tenant").combine_chunks().dictionary_encode()
@@ -222,7 +224,7 @@ def _ramps(begins: Floats, ends: Floats, amounts: NDArray[Any], edges: Floats) -
 
 
 def _replica_codes(columns: dict[str, NDArray[Any]]) -> Ints:
-    """Return the number of each row's replica; replicas of all replicasets are numbered from 0."""
+    """Return the index of each row's replica; the replicas of all replicasets are numbered together, from 0."""
     keys = list(zip(columns["replicaset"].tolist(), columns["replica_id"].tolist(), strict=True))
     numbers = {key: i for i, key in enumerate(sorted(set(keys)))}
     return np.array([numbers[key] for key in keys], dtype=np.int64)

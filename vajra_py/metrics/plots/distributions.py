@@ -115,8 +115,8 @@ def has_movement(runs: Sequence[RunData]) -> bool:
 
 @styled
 def movement_times(runs: Sequence[RunData]) -> Figure:
-    """Draw P50 to P99 of the times that requests were held at their source, in transfer, and waiting at their target,
-    with a row per setting as in `latency_ranges`.
+    """Draw P50 to P99 of three times (held at the source, in transfer, waiting at the target) over the requests that
+    moved, with a row per setting as in `latency_ranges`.
     """
     return _ranges(group_replications(runs), _MOVEMENT_TIMES)
 

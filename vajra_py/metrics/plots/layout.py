@@ -126,10 +126,10 @@ def _called(axis: Axis, level: str) -> str:
 
 
 def _roles(varied: Sequence[Axis]) -> tuple[Axis | None, Axis, list[Axis]] | None:
-    """Return the axes drawn as (dashes, colours, panels). A single system axis becomes the colours. Several are
-    assigned in ascending order of their number of levels: to panels and colours if there are two and no load axis, else
-    to dashes, colours and panels. Load axes become panels. None if no axis varies the system, or an axis has too many
-    levels.
+    """Return the axes drawn as (dashes, colours, panels). A single system axis becomes the colours. Several system axes
+    are assigned in ascending order of their number of levels: to panels and colours if there are two of them and no
+    load axis, else to dashes, colours and panels. Load axes become panels. None if no axis varies the system, or if the
+    axis of dashes or colours has too many levels.
     """
     loads = [axis for axis in varied if is_workload(axis) and axis.path != SEED_PATH]
     systems = sorted((axis for axis in varied if not is_workload(axis)), key=lambda axis: len(axis.levels))

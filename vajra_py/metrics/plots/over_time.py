@@ -294,7 +294,7 @@ def _steps_between(run: RunData, stretch: tuple[float, float]) -> dict[str, Any]
 
 def _run_panels(runs: Sequence[RunData], limit: int, row_height_in: float) -> tuple[list[RunData], Figure, list[Any]]:
     """Return (runs shown, figure, panels): a panel for each run, up to three in a row, with the run's name as title if
-    there are several.
+    several runs are shown.
     """
     shown = select(distinct(runs), limit)
     columns = min(len(shown), 3)

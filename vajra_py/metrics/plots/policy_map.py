@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 BETTER_COLOUR, WORSE_COLOUR = COLOURS[0], COLOURS[1]
 _FULL_GAP = 0.5
-"""Relative difference from the baseline (`relative_gap`) with full colour: half or twice the value."""
+"""Relative difference from the baseline (`relative_gap`) from which the colour is full: half or twice the baseline's
+value.
+"""
 _SECONDARY_ALPHA = 0.3
 """Opacity of the colour of a difference that is not significant."""
 _LATENCIES = ("ttft_mean_s", "ttft_p99_s", "tbt_p99_s")
@@ -113,7 +115,7 @@ def _draw_cell(
 
 
 def _shade(own: WorkloadComparison, policy: str, load: str, metric: Metric) -> tuple[str, float]:
-    """Return the colour of a cell and its opacity."""
+    """Return the colour of a cell and the colour's opacity."""
     if own.is_overloaded(policy, load):
         return MUTED, 0.35
     versus = own.versus(policy, load, metric.key)

@@ -73,8 +73,8 @@ def replicas_over_time(runs: Sequence[RunData]) -> Figure:
 
 
 def _scaled_groups(run: RunData, table: ArrowTable) -> dict[str, tuple[str, range | None]]:
-    """Return (replicaset, replica ids; None for all) of each replicaset with a scaler, or of each of its pools, by
-    title.
+    """Return, by title, (replicaset, replica ids) of each replicaset with a scaler, or of each of its pools. None as
+    ids means all replicas.
     """
     scaled, found = scaled_replicasets(table), dict[str, tuple[str, range | None]]()
     for title, pool in pools_of(run).items():

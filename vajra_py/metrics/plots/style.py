@@ -51,7 +51,7 @@ MAX_HEIGHT_IN = 9.0
 """Text height of a page, in inches."""
 _LEGEND_ROW_IN = 0.15
 _LABELS_IN = 0.75
-"""Height of the labels below the last row of panels and of a short legend, in inches."""
+"""Height in inches of the labels below the last row of panels together with a short legend."""
 
 _RC: dict[str, Any] = {
     "axes.axisbelow": True,
@@ -270,8 +270,8 @@ def keep_panel(figure: Figure, kept: Axes) -> None:
 
 
 def _stacked(figure: Figure, shape: tuple[int, int, int], shared: Mapping[str, Any]) -> NDArray[Any]:
-    """Return a (rows, columns) grid of axes, laid out in reading order with `across` side by side; axes are shared as
-    in the unwrapped grid.
+    """Return a (rows, columns) grid of axes, laid out in reading order with fewer or more panels side by side than
+    columns; `shape` is (rows, columns, panels side by side). Axes are shared as in the unwrapped grid.
     """
     import numpy as np
 

@@ -62,7 +62,7 @@ _SECTIONS = (
         "keep up with a load that others do not; hollow: overloaded.",
     ),
 )
-"""Figures of the page below the map: name, title and caption."""
+"""Figures that the page shows below the map, as (name, title, caption)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ def _single_panels(
 
 
 def figure_data(figure: Figure) -> Iterator[dict[str, Any]]:
-    """Yield a figure's data as rows of `COLUMNS`: points of lines, intervals, bars and areas."""
+    """Yield a figure's data as rows of `COLUMNS`: the points of its lines, and its intervals, bars and areas."""
     for panel, axes in enumerate(figure.axes, start=1):
         if not axes.get_visible():
             continue

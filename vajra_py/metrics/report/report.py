@@ -103,7 +103,7 @@ def _known(comparison: Comparison) -> list[str]:
 
 
 def _counted(settings: Sequence[Setting]) -> str:
-    """Return a text with the number of runs, or of settings and seeds."""
+    """Return a text with the number of runs, or with the numbers of settings and seeds."""
     counts = sorted({len(setting.runs) for setting in settings})
     if counts == [1]:
         return f"{len(settings)} runs"
@@ -175,8 +175,8 @@ def _verdicts(settings: Sequence[Setting], comparison: Comparison) -> list[dict[
 
 
 def _reason(setting: Setting, label: str) -> str:
-    """Return the reason of a setting's label, taken from its first run with that label, and the number of
-    runs with it.
+    """Return a text with the reason of a setting's label, taken from the setting's first run with this label. If the
+    setting has several runs, the text also states how many of them have the label.
     """
     runs = [run for run in setting.runs if (run.summary.value("stability.label") or "unknown") == label]
     reason = str(runs[0].summary.value("stability.reason") or "") if runs else ""

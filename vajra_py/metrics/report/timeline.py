@@ -171,7 +171,7 @@ class _Line:
 
     def chunk(self, step: tuple[int, int, int], num_tokens: int, computed_before: int) -> Iterator[Event]:
         """Record a step (start and end in nanoseconds, index) that computed `num_tokens` tokens of the request, and
-        yield the spans that are complete with it.
+        yield the spans that this step completes.
         """
         start, end, step_index = step
         if not self.is_admitted:
@@ -194,7 +194,7 @@ class _Line:
         yield self._span(f"prefill {num_tokens}", start, end, arguments)
 
     def preempt(self, at: int, mode: str) -> Iterator[Event]:
-        """Record a preemption, and yield the sequence of decode steps that it ends."""
+        """Record a preemption, and yield the span of the decode steps that it interrupts."""
         yield from self._flush_decode(at)
         self.preempted = (at, mode)
 
@@ -261,7 +261,7 @@ class _Line:
 
 
 def _decided(record: Mapping[str, Any], lines: Mapping[str, _Line], until: int) -> Iterator[Event]:
-    """Yield the spans that end with one record of the decision log; a step that never returned lasts until the run's
+    """Yield the spans that one record of the decision log completes; a step that never returned lasts until the run's
     end.
     """
     ended_at = record["ended_at"]

@@ -1,5 +1,5 @@
 """Moves of requests in a timeline: transfers as spans on both replicas with a flow between them, and the times in which
-requests do not run.
+requests do not run because they are moving.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ COPIED = "All seeds give equal requests and nothing else is random: one run, no 
 """Reason why a setting of several seeds counts as one observation; a sentence without its full stop."""
 HOW = "In `workload`, `window: random`, `bootstrap` and `thin` draw replications from a trace."
 MEASURED = "measured times"
-"""Name of the variation between runs on a device."""
+"""Name of measured step times in a sentence on what varies between runs with equal requests."""
 _TIMES = ("arrived_at", "first_token_at", "ended_at")
 _LOAD = ("num_prompt_tokens", "num_output_tokens", "tenant", "slo_class")
 
@@ -76,7 +76,7 @@ def originals(runs: Sequence[RunData]) -> list[int]:
 
 
 def num_asked(runs: Sequence[RunData]) -> int:
-    """Return the number of seeds represented by these runs of a setting, none of which repeats another run.
+    """Return the number of seeds that these runs of a setting represent; none of the runs may repeat another one.
 
     A summary's number of seeds counts only if all runs that represent these seeds are given.
     """
@@ -106,7 +106,9 @@ def _offered(run: RunData) -> Any:
 
 
 def _results(run: RunData) -> str:
-    """Return a run's results as text for comparison; runs without arrivals never compare equal."""
+    """Return a run's results as text, to be compared with the results of other runs. A run without arrivals is equal to
+    no other run.
+    """
     if not run.summary.value("overall.counts.arrived"):
         return str(run.path)
     return json.dumps([run.summary.value(key) for key in ("overall", "resources")], sort_keys=True)

@@ -77,8 +77,9 @@ def differences(runs: Sequence[RunData]) -> dict[str, tuple[str, ...]]:
 
 
 def axes(runs: Sequence[RunData]) -> list[Axis]:
-    """Return the independent differences. Replica counts of pools come first, then policies, parameters, the workload
-    and the seed; within each kind the order is that of the configuration.
+    """Return the differences whose values are not determined by those of other differences, as axes. Replica counts of
+    pools come first, then policies, parameters, the workload and the seed; within each kind the order is that of the
+    configuration.
     """
     differing = {path: values for path, values in differences(runs).items() if path.split(".")[0] not in _IGNORED}
     pools = tuple(_composition(run.config.get("pools")) for run in runs) if len(runs) > 1 else ()
@@ -121,7 +122,7 @@ def _join(kept: dict[str, tuple[str, ...]], joined: dict[str, list[str]], path: 
 
 
 def is_workload(axis: Axis) -> bool:
-    """Return whether this axis varies the load rather than the system."""
+    """Return whether this axis varies the workload or the seed, not the system."""
     return axis.path == SEED_PATH or axis.path.split(".")[0] in (WORKLOAD_PREFIX, "workloads")
 
 

@@ -10,14 +10,12 @@ from typing import Any
 from vajra_py.metrics.runs.run_data import RunData
 
 _MUCH = 0.9
-"""Windows count as overlapping if the part of the trace that they cover together is shorter than this fraction of the
-sum of their lengths.
-"""
+"""Windows of a trace count as overlapping if their union is shorter than this fraction of the sum of their lengths."""
 
 
 def load_note(runs: Sequence[RunData]) -> str:
     """Return sentences on parts of the load that do not vary between replications: an exact rate, or windows that
-    overlap in the trace; empty if there are none or the manifests do not record them.
+    overlap in the trace; empty if all parts vary, or if the manifests do not record them.
     """
     sources = [_operations(run.manifest.get("workload")) for run in runs]
     found = []

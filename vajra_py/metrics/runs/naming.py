@@ -21,7 +21,7 @@ def distinct(runs: Sequence[RunData]) -> list[RunData]:
 
     If names clash or one is long, all are replaced by the configuration values in which the runs differ
     (`lrs/pull/dynamic_chunk`). If these do not distinguish all runs, clashing names are prefixed with the runs' parent
-    folders, and then numbered.
+    folders, and numbered if they still clash.
     """
     names = [run.name for run in runs]
     if len(set(names)) < len(names) or (len(names) > 1 and max(map(len, names)) > _LONG_NAME):

@@ -35,7 +35,7 @@ class Setting(Struct, frozen=True):
     runs: tuple[RunData, ...]
     seeds: tuple[str, ...]
     num_seeds: int = 1
-    """Number of seeds of the setting, including seeds whose repeated runs are left out of `runs`."""
+    """Number of seeds of the setting, including seeds that have no run in `runs` because they repeat another run."""
     every: tuple[RunData, ...] = ()
     """All its runs, including repeated ones."""
     note: str = ""
@@ -55,12 +55,12 @@ class Setting(Struct, frozen=True):
 
     @property
     def first(self) -> RunData:
-        """The first replication under the setting's name, for figures that show a single run."""
+        """The first replication, renamed to the setting's name, for figures that show a single run."""
         return self.runs[0] if self.runs[0].name == self.name else self.runs[0].renamed(self.name)
 
 
 def system_axes(runs: Sequence[RunData]) -> list[Axis]:
-    """Return the differences between the runs apart from their seeds."""
+    """Return the axes in which the runs differ, without the seed."""
     return [axis for axis in axes(runs) if axis.path != SEED_PATH]
 
 
@@ -96,8 +96,9 @@ def group_replications(runs: Sequence[RunData], *, each_run: bool = False) -> li
     a setting of its own.
 
     Two runs with the same configuration *and* seed are not replications of each other: a simulation repeats itself,
-    although another version of the code may give other results. If every parent folder contains only runs with distinct
-    seeds, its runs become a setting named after it; otherwise each run becomes a setting of its own.
+    although another version of the code may give other results. If a configuration has such runs, the runs of each
+    parent folder become a setting named after the folder, provided that in no folder two of them have the same seed;
+    otherwise each of the runs becomes a setting of its own.
     """
     named = distinct(runs)
     varied = system_axes(runs)
@@ -141,7 +142,9 @@ def _note(runs: Sequence[RunData], num_seeds: int) -> str:
 def _without_repetition(
     runs: Sequence[RunData], members: Sequence[int], seeds: Sequence[str]
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Return the members in groups with distinct seeds, each group with a suffix for its name."""
+    """Divide these runs into groups without repeated seeds; return (positions of the runs, suffix for the setting's
+    name) of each group.
+    """
     if _is_repetition_free(members, seeds):
         return [(tuple(members), "")]
     folders: dict[str, list[int]] = {}

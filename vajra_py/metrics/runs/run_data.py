@@ -74,7 +74,7 @@ _FINISHED_STATUSES = ("finished", "complete", "completed", "done", "ok", "succes
 
 
 class RunData:
-    """A run's folder, read on demand. `name` distinguishes it from other runs in a comparison."""
+    """A run's folder, read on demand. `name` distinguishes the run from other runs in a comparison."""
 
     def __init__(self, path: str | Path, name: str | None = None) -> None:
         self.path = Path(path)
@@ -171,8 +171,8 @@ class RunData:
         return self._optional(REPLICAS_FILE, replicas_table())
 
     def transfers(self) -> ArrowTable:
-        """Return the KV transfers between replicas (`vajra_py.metrics.tables.transfers`); empty for a run whose
-        requests cannot move.
+        """Return the transfers table, on moves of requests between replicas (`vajra_py.metrics.tables.transfers`);
+        empty for a run whose requests cannot move.
         """
         return self._optional(TRANSFERS_FILE, TransfersBuilder.schema().empty_table())
 
@@ -326,7 +326,7 @@ def _expanded(path: Path, records: ArrowTable, names: Sequence[str]) -> ArrowTab
 
 
 def _checked(path: Path, table: ArrowTable) -> ArrowTable:
-    """Return the table after checking that text columns hold text and number columns numbers."""
+    """Return the table after checking that columns of text hold text and columns of numbers hold numbers."""
     import pyarrow.types as kinds
 
     for field in table.schema:

@@ -1,4 +1,4 @@
-"""Latencies censored by the end of a run: their number, and lower bounds.
+"""Latencies censored by the end of a run: how many there are, and lower bounds of means and quantiles.
 
 If requests are unfinished when a run ends, only the latencies of the other requests are known. These are the shorter
 latencies, so means and quantiles are too low. A missing latency is at least the request's age: the time from its

@@ -43,7 +43,7 @@ class ReplicasetDevices(Struct, frozen=True):
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of all its replicas; with a scaler, of the maximum number of replicas."""
+        """Number of devices of all replicas together; with a scaler, those of the maximum number of replicas."""
         return self.devices_per_replica * self.num_replicas
 
     def mean_devices(self, window: Window) -> float:
@@ -53,13 +53,15 @@ class ReplicasetDevices(Struct, frozen=True):
         return self.devices_per_replica * self.active.seconds(window) / window.duration_s
 
     def price_per_hour(self, window: Window) -> float | None:
-        """Return the mean price of its devices over the window, in US dollars per hour; None if unknown."""
+        """Return the price of all occupied devices together, as a mean over the window, in US dollars per hour; None if
+        unknown.
+        """
         price = self.costs.price_per_hour
         return None if price is None else price * self.mean_devices(window)
 
     def energy_j(self, steps: ArrowTable, window: Window) -> float | None:
-        """Return the energy used in the window, in joules: power during steps, idle power for the rest of the time.
-        None without steps or if the devices' power is unknown.
+        """Return the energy used in the window, in joules: energy during steps, plus energy at idle power for the rest
+        of the time. None without steps or if the devices' power is unknown.
 
         `steps` has the steps of this replicaset (or pool) only.
         """
@@ -169,7 +171,7 @@ def _of(steps: ArrowTable, replicaset: str, replica_ids: range | None) -> ArrowT
 
 
 def of_pool(steps: ArrowTable, replicaset: str, replica_ids: range) -> Any:
-    """Return a mask of the steps of these replicas."""
+    """Return a mask of the steps that ran on these replicas."""
     import pyarrow.compute as pc
 
     ids = steps.column("replica_id")

@@ -22,8 +22,8 @@ def drafts_section(requests: ArrowTable, inside: Bools) -> dict[str, Any]:
     """Return the section for these rows of a requests table.
 
     `acceptance_rate` is the fraction of draft tokens that were accepted; `mean_acceptance_length` is the mean number of
-    output tokens per request and verifying step, as vLLM reports it; `acceptance_length` is the distribution of the
-    requests' means. Rate and mean are None if nothing was drafted.
+    output tokens that a request gets from a step that verifies its drafts, as vLLM reports it; `acceptance_length` is
+    the distribution of the same mean taken for each request. Rate and mean are None if nothing was drafted.
     """
     rows = requests.filter(arrow_array(inside))
     counts = {name: int(ints_of(rows, name).sum()) for name in DRAFT_COUNTS}

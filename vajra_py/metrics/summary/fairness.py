@@ -1,4 +1,5 @@
-"""Fairness between tenants: differences of service and Jain's index while backlogged, and the worst tenant's latencies.
+"""Fairness between tenants: differences of service and Jain's index while tenants are backlogged, and the latencies of
+the tenant with the largest P99.
 
 The *service* `W_i(t)` of a tenant until time `t` is the weighted sum of its requests' tokens, divided by the tenant's
 share (`ServiceWeights`). Prompt tokens count when the request's first output token is emitted; output tokens count
@@ -71,27 +72,31 @@ class ServiceGaps(Struct, frozen=True):
     edges: Floats
     """Edges of the grid's cells, in seconds."""
     by_end: Floats
-    """For each edge, the largest difference over the windows that end there; 0 if no two tenants are backlogged."""
+    """For each edge, the largest difference over the windows that end there; 0 if no two tenants are backlogged
+    throughout any of these windows.
+    """
     largest: float
     window: tuple[float, float]
     tenants: tuple[int, int]
-    """Tenants with the most and with the least service in `window`, the window with the largest difference."""
+    """Tenant with the most and tenant with the least service in `window`, the window with the largest difference."""
 
 
 class BackloggedService(Struct, frozen=True):
-    """Cumulative service of tenants at the edges of a grid, and the cells in which each was backlogged throughout."""
+    """Cumulative service of tenants up to the edges of a grid, and the cells throughout which each of them was
+    backlogged together with another one.
+    """
 
     edges: Floats
     tenants: Ints
     """Positions of the tenants that are backlogged throughout at least one cell together with another tenant."""
     served: Floats
-    """Cumulative service, shape (tenants, edges)."""
+    """Cumulative service up to each edge, divided by the tenant's share; shape (tenants, edges)."""
     backlogged: Bools
-    """True where a tenant is backlogged throughout a cell, shape (tenants, cells)."""
+    """True where this tenant and at least one other are backlogged throughout the cell; shape (tenants, cells)."""
 
     def gaps(self) -> ServiceGaps | None:
-        """Return the largest differences of service over windows and pairs; None if no two tenants were backlogged
-        together.
+        """Return the largest differences of service over all windows and pairs of tenants; None if no two tenants were
+        backlogged together.
         """
         num_cells = self.backlogged.shape[1]
         if len(self.tenants) < 2:
@@ -123,8 +128,9 @@ class BackloggedService(Struct, frozen=True):
         )
 
     def jain(self, shares: Floats, largest_request: Floats) -> float | None:
-        """Return Jain's index of service while backlogged; None if fewer than two tenants can be compared. `shares`
-        (fair shares) and `largest_request` (service of the largest request) have an entry per tenant of the run.
+        """Return Jain's index of the service that tenants received while backlogged; None if fewer than two tenants can
+        be compared. `shares` (share of each tenant) and `largest_request` (service of each tenant's largest request)
+        have one entry per tenant of the run.
         """
         share = shares[self.tenants]
         got = np.where(self.backlogged, np.diff(self.served, axis=1), 0.0) * share[:, None]
@@ -211,7 +217,7 @@ def fairness_section(
 
 
 def worst_p99(tenant: Ints, values: Floats, num_tenants: int) -> tuple[int, float] | None:
-    """Return (tenant, P99) of the tenant with the largest P99, by nearest rank over its requests' values except NaN;
+    """Return the tenant with the largest P99 of its requests' values, and this P99 (nearest rank, without NaN values).
     None if no request has a value.
     """
     known = ~np.isnan(values)
@@ -284,8 +290,8 @@ def _runs_of(backlogged: Bools) -> Ints:
 def _served(
     service: Service, place: NDArray[np.int64], edges: Floats, weights: ServiceWeights, end_at: float
 ) -> Floats:
-    """Return the cumulative weighted service at each edge, one row per tenant; `place` holds the row of each tenant, -1
-    for tenants to leave out.
+    """Return the cumulative weighted service up to each edge, shape (tenants, edges). `place` holds the row of each
+    tenant in the result; -1 for a tenant to leave out.
     """
     rows = int(place.max()) + 1
     row = place[service.tenant]
@@ -300,7 +306,9 @@ def _served(
     rate: Floats = np.where(at_once, 0.0, output / np.where(at_once, 1.0, span))
 
     def until(moments: Floats, amounts: Floats) -> Floats:
-        """Return the sum of the amounts due up to each edge, shape (rows, edges)."""
+        """Return, for each tenant and edge, the sum of the amounts whose moment is not after the edge; shape (rows,
+        edges).
+        """
         cell = np.searchsorted(edges, moments, side="left")
         there = cell < len(edges)
         flat = np.bincount(

@@ -46,10 +46,10 @@ _OUTCOMES = {
 def movement_section(transfers: ArrowTable, requests: ArrowTable, inside: Bools) -> dict[str, Any]:
     """Return the section for these rows of a requests table and the transfers of their requests.
 
-    Times are sums over each request's hand-offs and migrations; requests that were never held, in transfer or waiting
-    at a target are left out. `by_reason` counts moves with a reason from the replicaset scheduler, and moves after
-    which the request was not admitted at its target. `routes` has the number and the size of the completed KV transfers
-    between each pair of pools, by kind.
+    Times are sums over each request's hand-offs and migrations; each distribution leaves out the requests that were
+    never in its stage (held, in transfer, waiting at a target). `by_reason` counts moves with a reason from the
+    replicaset scheduler, and moves after which the request was not admitted at its target. `routes` has, for each kind
+    and each pair of pools, the number of completed KV transfers and their tokens and bytes.
     """
     rows = requests.filter(arrow_array(inside))
     own = transfers.filter(arrow_array(np.isin(ints_of(transfers, "index"), ints_of(rows, "index"))))

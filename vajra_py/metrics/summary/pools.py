@@ -53,7 +53,7 @@ class PoolInputs(Struct, frozen=True):
     steady: Window
     """Part of the window in which requests arrived; means and rates are over it."""
     replicas: ArrowTable | None = None
-    """States of replicas (`ReplicaStates.table`); None without a scaler."""
+    """States of replicas over time (`ReplicaStates.table`); None without a scaler."""
     devices: Mapping[str, ReplicasetDevices] = field(default_factory=dict)
     """Devices by `Pool.key`, where they are known."""
 
@@ -61,8 +61,8 @@ class PoolInputs(Struct, frozen=True):
 def pools_section(pools: Sequence[Pool], inputs: PoolInputs) -> dict[str, Any]:
     """Return the section `pools`; empty without pools.
 
-    `busy_fraction` is the time with a step in flight divided by the replica-seconds of the pool, including replicas
-    without any step.
+    `busy_fraction` is the time with a step in flight, summed over the replicas of a pool, divided by the pool's
+    replica-seconds. The replica-seconds include those of replicas that ran no step.
     """
     figures = {title: _figures(pool, inputs) for title, pool in zip(titles_of(pools), pools, strict=True)}
     return {"pools": figures} if figures else {}

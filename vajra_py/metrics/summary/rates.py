@@ -42,7 +42,7 @@ class RateTime(Struct, frozen=True):
     duration_s: float | None
     """Denominator of the rates; None if undefined, such as for fewer than two completed requests."""
     over: str
-    """Kind of the time in `duration_s`: `arrivals` or `completions`."""
+    """Origin of `duration_s`: span of the `arrivals`, or spread of the `completions`."""
     arrivals_s: float
     """Time from the first to the last arrival in the window."""
     completions_s: float | None
@@ -60,7 +60,7 @@ class RateTime(Struct, frozen=True):
 def rate_time(
     arrived_at: Floats, admitted_at: Floats, completed_at: Floats, window: Window, *, is_stable: bool
 ) -> RateTime:
-    """Return the rate times of the requests that arrived in the window.
+    """Return the times over which the rates of the requests that arrived in the window are computed.
 
     The arrays have one entry per request, in seconds; `completed_at` is NaN for a request that was not completed.
     """
@@ -99,8 +99,8 @@ def steady_window(window: Window, rates: Mapping[str, Any]) -> Window:
 
 
 def arrival_rate(arrived_at: Floats) -> float | None:
-    """Return the arrivals per second between the first and the last arrival, not counting those at the first moment,
-    where the time starts; None if all arrive at one moment.
+    """Return the arrivals per second between the first and the last arrival. Arrivals at the first moment are not
+    counted, since the time starts there. None if all requests arrive at one moment.
     """
     later = int((arrived_at > arrived_at.min()).sum()) if arrived_at.size else 0
     return later / float(np.ptp(arrived_at)) if later else None
@@ -115,8 +115,8 @@ def _span(arrived_at: Floats) -> float:
 
 
 def _spread(left: Floats, since: float) -> float:
-    """Return the spread in seconds of ordered completion times, extrapolated from the middle ones and at most the whole
-    time; `since` is the time of the first admission of these requests.
+    """Return the spread in seconds of the ordered completion times `left`, scaled from those in the middle (see the
+    module's docstring). `since` is the time of the first admission of these requests.
     """
     count = len(left)
     low, high = nearest_rank(count, LOW), nearest_rank(count, HIGH)

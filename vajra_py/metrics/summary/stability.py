@@ -199,7 +199,7 @@ def _quarter_edges(arrived_at: Floats, window: Window) -> Floats:
 
 def _growth(stays: tuple[Floats, Floats], sizes: Floats, edges: Floats, names: tuple[str, str]) -> _Growth:
     """Return the growth of a stock. `stays` are the times at which each request entered and left the stock; `names` are
-    the stock's unit and place.
+    the stock's unit (requests or tokens) and its place (waiting or in the system).
     """
     if not edges.size:
         return _Growth(*names, (), (), math.nan, 0.0, 0.0)
@@ -231,7 +231,7 @@ def _mean_between(
 
 def _shed_fraction(lifetimes: Lifetimes, inside: Bools) -> float:
     """Return the fraction of arrivals that expired, or that were rejected although they could run. A rejected request
-    larger than every served one is not counted, since it may never fit.
+    with a longer prompt than every completed one is not counted, since it may never fit.
     """
     total = int(inside.sum())
     if not total:

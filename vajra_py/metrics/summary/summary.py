@@ -241,7 +241,7 @@ def _columns(
 def _slo_targets(
     requests: ArrowTable, outcomes: Outcomes, slo: SloDefaults, classes: tuple[Ints, list[str]]
 ) -> SloTargets:
-    """Return the SLOs of each request: for each kind its own, or the default of its class if it has none."""
+    """Return the SLOs of each request: for each kind of SLO its own one, or the default of its class if it has none."""
     codes, names = classes
     defaults = [slo.of(name) for name in names]
 
@@ -365,7 +365,9 @@ def _slo_section(status: NDArray[np.int8]) -> Section:
 
 
 def _gap_distribution(tbt: ArrowTable, only: tuple[str, str] | None) -> Section:
-    """Return the distribution of the gaps between tokens; `only` selects the rows with (column, value)."""
+    """Return the distribution of the gaps between tokens; `only` is a pair (column, value): only rows with this value
+    count.
+    """
     chosen = tbt if only is None else rows_with(tbt, *only)
     gaps, weights = floats_of(chosen, "gap_s"), ints_of(chosen, "weight")
     count = int(weights.sum())
@@ -376,8 +378,8 @@ def _gap_distribution(tbt: ArrowTable, only: tuple[str, str] | None) -> Section:
 
 
 def _fairness(columns: _Columns, tenants: tuple[Ints, list[str]], weights: ServiceWeights, window: Window) -> Section:
-    """Return the section `fairness`: service while tenants were backlogged, and the tenants with the largest P99 of
-    TTFT and E2E.
+    """Return the section `fairness`: service while tenants were backlogged, and the tenants with the largest P99 TTFT
+    and the largest P99 E2E.
     """
     codes, names = tenants
     service = Service(

@@ -70,13 +70,14 @@ def _shed(data: Mapping[str, Any]) -> list[str]:
 
 
 _CUT_OFF = (UNFINISHED, "expired", "failed")
-"""End reasons of requests whose latencies are missing, and would have been longer than most."""
+"""End reasons of requests whose latencies are missing; these would have been longer than most of the known latencies.
+"""
 _LATENCIES = {"ttft_s": "TTFT", "queue_s": "Queueing", "e2e_s": "E2E"}
 
 
 def _cut_off(overall: Mapping[str, Any], arrived: int) -> list[str]:
-    """Return a sentence for each latency that some requests lack, with lower bounds over all requests, and a sentence
-    on TPOT and TBT, for which no bounds are given.
+    """Return a sentence for each latency that some requests lack, with lower bounds of its statistics over all requests
+    that were not rejected. Also return a sentence on TPOT and TBT, for which there are no such bounds.
     """
     found = []
     censored = overall["censored"]
@@ -96,7 +97,9 @@ _BOUNDED = ("mean", "p50", "p90", "p99")
 
 
 def _without_rates(data: Mapping[str, Any]) -> list[str]:
-    """Return a warning if rates are undefined, or if those of a stable run are not over the span of its arrivals."""
+    """Return a warning if rates are undefined, or if the rates of a stable run are not computed over the span of its
+    arrivals.
+    """
     rates, counts = data["rates"], data["overall"]["counts"]
     if rates["duration_s"] is None:
         return [

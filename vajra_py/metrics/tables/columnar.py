@@ -51,7 +51,7 @@ class NameColumn:
         return ranks
 
     def take(self, codes: NDArray[Any]) -> Any:
-        """Return the strings of these codes, as an Arrow array."""
+        """Return the strings that these codes stand for, as an Arrow array."""
         import pyarrow as pa
 
         kind = pa.list_(pa.string()) if self._of_lists else pa.string()
@@ -209,8 +209,8 @@ class GapList:
 
 
 class _LogGaps:
-    """Log of ticks at which tokens were received, and the range of its positions that each request received; the
-    weights of the log's gaps are computed on demand.
+    """Log of ticks at which tokens were received, and for each request the range of log positions of the tokens that it
+    received. The weights of the gaps between the log's ticks are computed on demand.
     """
 
     __slots__ = ("_log", "firsts", "lasts")

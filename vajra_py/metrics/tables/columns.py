@@ -19,7 +19,7 @@ else:
 
 
 def group_codes(table: ArrowTable, column: str) -> tuple[Ints, list[str]]:
-    """Return (code of each row, sorted distinct names); a code is a position in the names."""
+    """Return (code of each row, sorted distinct names); a code is the position of the row's name in the names."""
     import pyarrow as pa
 
     values = table.column(column).combine_chunks()

@@ -12,8 +12,8 @@ from vajra_py.metrics.tables.transfers import TransfersBuilder
 DRAFT_COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 DRAFT_COLUMNS = (*DRAFT_COUNTS, "acceptance_length")
 """Further columns of the requests table of a run with draft tokens: number of steps that verified drafts of the
-request, number of verified draft tokens, number of accepted ones, and the mean number of output tokens per such step
-(NaN without such steps).
+request, number of verified draft tokens, number of accepted ones, and the mean number of the request's output tokens
+per such step (NaN without such steps).
 """
 
 

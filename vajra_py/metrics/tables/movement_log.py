@@ -101,7 +101,7 @@ class _Journey(Struct):
 
     @property
     def has_arrived(self) -> bool:
-        """True if the target has its KV."""
+        """True if all of the request's KV has arrived at the target."""
         return self.arrived_at == self.arrived_at
 
     @property
@@ -126,7 +126,7 @@ class MovementRows(Observer):
         """Receive a complete row, which has a value for each column except `request_id`."""
 
     def num_on_their_way(self, replicaset: str) -> Counter[str]:
-        """Return the number of moving requests of a replicaset in each of `STAGES`."""
+        """Return the number of a replicaset's moving requests by stage (one of `STAGES`)."""
         return Counter(one.stage_now for one in list(self._journeys.values()) if one.request.replicaset == replicaset)
 
     # Departure and transfer
@@ -164,8 +164,8 @@ class MovementRows(Observer):
     def on_transfer_end(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
     ) -> None:
-        """Record the end of a transfer; write a row for a copy of a running request's KV, and for a cancelled transfer
-        (unless the request has ended: `on_ended` then writes it).
+        """Record the end of a transfer. Write a row if it was a copy of a running request's KV, or if it was cancelled
+        or failed for another reason than the request's end, for which `on_ended` writes the row.
         """
         journey = self._journeys.get(request.index)
         if journey is None:
@@ -181,7 +181,7 @@ class MovementRows(Observer):
             self._hold_again(journey, failure, now)
 
     def on_arrived(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
-        """Record that the target has all of the KV."""
+        """Record that all of the request's KV has arrived at the target."""
         journey = self._journeys.get(request.index)
         if journey is not None:
             journey.arrived_at = now
@@ -216,7 +216,9 @@ class MovementRows(Observer):
     def on_migration_aborted(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, reason: str, now: float
     ) -> None:
-        """End an aborted migration, and write its row unless its cancelled copy has one (`was_cut`)."""
+        """End an aborted migration, and write its row unless a row was already written for its cancelled copy
+        (`was_cut`).
+        """
         journey = self._journeys.pop(request.index, None)
         if journey is not None and not journey.was_cut:
             self._row(journey, CALLED_OFF, reason, now)
@@ -281,7 +283,9 @@ class MovementRows(Observer):
         del self._journeys[journey.request.index]
 
     def _row(self, journey: _Journey, outcome: str, reason: str, now: float) -> None:
-        """Pass a complete row to `on_row` and reset the journey's times for the next row."""
+        """Pass a complete row to `on_row`, and reset the journey's transfer (times and number of tokens) for the next
+        row.
+        """
         request, source, target = journey.request, journey.source, journey.target
         paths = self._paths[request.replicaset]
         self.on_row(

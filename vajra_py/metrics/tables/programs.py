@@ -98,7 +98,7 @@ def no_programs() -> ArrowTable:
 
 
 def _sums(calls: ArrowTable, codes: Ints, size: int, completed: NDArray[np.bool_]) -> dict[str, Any]:
-    """Return the columns that are sums over a program's calls, and `num_declared`."""
+    """Return the columns that are sums over a program's calls, and the column `num_declared`."""
     admitted_at, ended_at = floats_of(calls, "admitted_at"), floats_of(calls, "ended_at")
     was_admitted = ~np.isnan(admitted_at)
     run_s = np.nan_to_num(ended_at - admitted_at)
@@ -120,7 +120,9 @@ def _sums(calls: ArrowTable, codes: Ints, size: int, completed: NDArray[np.bool_
 
 
 def _extreme(ufunc: Any, codes: Ints, size: int, values: Floats, nothing: float = np.nan) -> Floats:
-    """Return the largest or smallest value of each program; `nothing` for a program without values."""
+    """Return the largest or smallest value (as `ufunc` selects) over each program's calls; `nothing` for a program
+    without values.
+    """
     start = np.inf if ufunc is np.minimum else -np.inf
     found = np.full(size, start)
     known = ~np.isnan(values)

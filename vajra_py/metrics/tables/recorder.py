@@ -58,7 +58,7 @@ class Recorder(StepLog):
         Args:
             num_blocks_of: Returns the number of KV blocks of a replica, given (replicaset, replica id).
             steps: Record the steps table.
-            log: Another step log whose records are used, so that steps are recorded once.
+            log: Another step log, whose records are used, so that steps are not recorded twice.
             further: Optional columns of the requests table.
         """
         super().__init__()
@@ -198,7 +198,9 @@ def _identity_of_list(entry: tuple[GapList, int]) -> int:
 
 
 def _gap_quantiles(gaps: Floats, num_gaps: Ints) -> tuple[Floats, Floats, Floats]:
-    """Return the three `gap_statistics` of each request, as arrays, from the result of `_keep_gaps`."""
+    """Return each of the three `gap_statistics` as an array with one entry per request, given the result of
+    `_keep_gaps`.
+    """
     ordered = gaps.copy()
     stops = np.cumsum(num_gaps)
     start = 0

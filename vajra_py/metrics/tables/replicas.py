@@ -68,7 +68,7 @@ def replicas_table(stretches: Sequence[Stretch] = ()) -> ArrowTable:
 
 
 class ActiveTimes(Struct, frozen=True):
-    """Periods in seconds, one per entry, during which a replica of a replicaset was in selected states."""
+    """Periods in seconds during each of which one replica of a replicaset was in one of the selected states."""
 
     starts: Floats
     ends: Floats
@@ -79,7 +79,9 @@ class ActiveTimes(Struct, frozen=True):
         return float((ends - starts).sum())
 
     def counts(self) -> tuple[Floats, Floats]:
-        """Return (times in seconds at which the number of replicas changes, number from each time on)."""
+        """Return (times in seconds at which the number of replicas changes, number of replicas from each of these times
+        on).
+        """
         times = np.concatenate((self.starts, self.ends))
         steps = np.concatenate((np.ones_like(self.starts), -np.ones_like(self.ends)))
         at, position = np.unique(times, return_inverse=True)
@@ -89,7 +91,9 @@ class ActiveTimes(Struct, frozen=True):
 def active_times(
     table: ArrowTable, replicaset: str, states: Sequence[str] = ACTIVE, replica_ids: range | None = None
 ) -> ActiveTimes:
-    """Return the periods that replicas of a replicaset spent in these states; `replica_ids` restricts the replicas."""
+    """Return the periods that the replicas of a replicaset (only those in `replica_ids`, if given) spent in these
+    states.
+    """
     frame = table.to_pandas()
     rows = frame[(frame["replicaset"] == replicaset) & frame["state"].isin(states)]
     if replica_ids is not None:

@@ -67,8 +67,9 @@ _FIELDS = (
     *(("free_blocks", "q"), ("num_growths", "i"), ("num_blocks", "q"), ("num_preempted", "i"), ("num_finished", "i")),
     *(("formed_at", "d"), ("duration_s", "d"), ("used_fraction", "d")),
 )
-"""Fields of a record. They describe its first step, except `num_waiting_after`, which describes the later steps. The
-last three are NaN unless they override the values derived from ticks and blocks, as for rows appended by `append`.
+"""Fields of a record. They describe the record's first step, except `num_waiting_after`, which describes the later
+steps. The last three are NaN unless they override the values derived from ticks and blocks, as for rows appended by
+`append`.
 """
 
 
@@ -76,12 +77,12 @@ _OTHERWISE_CALLED = {
     **{"step_index": "step", "num_decodes": "batch_decodes"},
     **{"decode_context_tokens": "context_tokens", "num_growths": "num_growth"},
 }
-"""Fields with a different name in a step log."""
+"""Name that a field has in a step log, for each field whose name differs there."""
 
 
 class StepsBuilder:
-    """Builder of the steps table. Steps may be added in any order; records are written by replica, and `to_table`
-    returns one row per step in order of time.
+    """Builder of the steps table. Steps may be added in any order. The written records are ordered by replica;
+    `to_table` returns one row per step, in order of time.
     """
 
     def __init__(self, num_blocks_of: Callable[[str, int], int] | None = None) -> None:
@@ -323,7 +324,7 @@ class _Expansion:
         return repeated
 
     def _given(self, name: str, otherwise: NDArray[np.float64], record: Ints) -> NDArray[np.float64]:
-        """Return the recorded values; where they are NaN, the derived ones (`otherwise`)."""
+        """Return the column's recorded value for each step or, where it is NaN, the derived value (`otherwise`)."""
         given = numpy_array(self._records.column(name))
         if np.isnan(given).all():
             return otherwise

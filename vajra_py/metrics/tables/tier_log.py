@@ -25,7 +25,9 @@ _HITS = "hit_tokens_"
 
 
 def hits_column(tier: str) -> str:
-    """Return the name of the column with the tokens hit in this tier (or "device") at a request's first admission."""
+    """Return the name of the column with the number of tokens that a request hit in this tier (or "device") at its
+    first admission.
+    """
     return f"{_HITS}{tier}"
 
 
@@ -79,12 +81,12 @@ class TierLog(Observer):
         self.flows: dict[tuple[str, str, str], Flow] = {}
         """Flows by replicaset, source and target."""
         self._hits: dict[int, tuple[Mapping[str, int], float]] = {}
-        """(Loaded tokens by tier, seconds waited for the loading), by request index."""
+        """(Number of loaded tokens by tier, seconds that the request waited for them), by request index."""
 
     def on_tier_hit(
         self, request: RequestView, replica_id: ReplicaId, num_tokens: Mapping[str, int], load_s: float, now: float
     ) -> None:
-        """Record the tier hits of a request before its first admission."""
+        """Record the tier hits of a request that was not admitted before."""
         if request.admitted_index == 0:
             self._hits[request.index] = num_tokens, load_s
 

@@ -72,9 +72,9 @@ MOVEMENT_COLUMNS = (
     *(*MOVEMENT_TIMES, *MOVEMENT_COUNTS),
     *("source_replica_id", "source_pool", "target_replica_id", "target_pool"),
 )
-"""Further columns of the requests table of a run whose requests may move. Times are sums in seconds over a request's
-hand-offs and migrations, NaN if it was never held, in transfer, or waiting at a target. Source and target are those of
-the last transfer that arrived (-1 and empty if none did).
+"""Further columns of the requests table of a run whose requests may move. The three times are sums in seconds over a
+request's hand-offs and migrations; each is NaN if the request was never in that stage (held, in transfer, waiting at a
+target). Source and target are those of the last transfer that arrived (-1 and empty if none did).
 """
 MOVEMENT_TEXTS = ("source_pool", "target_pool")
 
@@ -191,7 +191,7 @@ class _RowsOfRequests:
         self._position = np.where(self._is_asked, position, 0)
 
     def counts(self, chosen: Bools, amounts: NDArray[Any] | None = None) -> Ints:
-        """Return the number of chosen rows of each request, or the sum of their amounts."""
+        """Return the number of each request's chosen rows or, with `amounts`, the sum of the amounts of these rows."""
         total = np.zeros(self._size, dtype=np.int64)
         chosen = chosen & self._is_asked
         np.add.at(total, self._position[chosen], 1 if amounts is None else amounts[chosen])

@@ -64,7 +64,8 @@ DEGRADED_HEADER = "x-vajra-degraded"
 
 
 def degraded_headers(streams: Sequence[OutputStream]) -> dict[str, str]:
-    """Return the header with the reduced limits under which a request was admitted; empty if nothing was reduced.
+    """Return the header that states the reduced limits under which a request was admitted; no header if nothing was
+    reduced.
 
     If the limits of several outputs differ, each limit is preceded by the index of its output.
     """
@@ -92,7 +93,7 @@ def usage(streams: Sequence[OutputStream], num_per_prompt: int) -> dict[str, Any
 
 @dataclass(slots=True)
 class _Sent:
-    """Part of an output that was sent, and the bytes around the text of a text-only chunk."""
+    """Amount of an output that was already sent, and the bytes around the text in a chunk that contains only text."""
 
     num_tokens: int = 0
     num_characters: int = 0
@@ -141,7 +142,7 @@ class Answer:
         return answer
 
     def events(self, changed: Collection[OutputStream]) -> list[bytes]:
-        """Return what is new in these outputs as server-sent events."""
+        """Return as server-sent events what was added to these outputs since the last call."""
         found: list[bytes] = []
         for stream in changed:
             sent = self._sent.get(stream.index)
@@ -275,7 +276,9 @@ class Answer:
         return self._writer.columns(token_ids, logprobs, sent.offsets, self.body.num_logprobs)
 
     def _ranked_prompt(self, stream: OutputStream) -> list[dict[str, dict[str, Any]] | None]:
-        """Return the prompt's log-probabilities in vLLM's format, with the `prompt_logprobs` likeliest tokens."""
+        """Return the log-probabilities of the prompt's tokens in vLLM's format, each with the `prompt_logprobs`
+        likeliest tokens at its position.
+        """
         most, scored = self.body.prompt_logprobs, stream.submission.output.prompt_logprobs
         logprobs = [None, *(replace(one, top=one.top[:most]) for one in scored)]
         return self._writer.ranked(stream.submission.prompt_token_ids, logprobs)

@@ -52,7 +52,8 @@ class LogprobWriter:
         offsets: TextOffsets,
         num_top: int,
     ) -> dict[str, Any]:
-        """Return log-probabilities in the format of completions, with the `num_top` likeliest tokens.
+        """Return log-probabilities in the format of completions, each with the `num_top` likeliest tokens at its
+        position.
 
         The values of a prompt's first token are null.
         """
@@ -67,7 +68,9 @@ class LogprobWriter:
     def ranked(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
     ) -> list[dict[str, dict[str, Any]] | None]:
-        """Return a prompt's log-probabilities in vLLM's format: by token id, with the prompt's own token first."""
+        """Return a prompt's log-probabilities in vLLM's format: at each position a mapping by token id, with the
+        prompt's own token first.
+        """
         return [
             None if one is None else self._ranked(token_id, one)
             for token_id, one in zip(token_ids, logprobs, strict=True)

@@ -15,12 +15,14 @@ from vajra_py.serve.api.schema_tokens import DetokenizeBody, TokenizeBody
 from vajra_py.serve.http.auth import BROWSER_PATHS
 
 NAMING = (CompletionBody, ChatBody)
-"""Types of bodies with a `model` field."""
+"""Types of bodies whose field `model` the document restricts to the served names."""
 BODIES = (*NAMING, TokenizeBody, DetokenizeBody, PolicyBody)
 
 
 def true_document(app: FastAPI, names: Sequence[str], *, open_paths: Collection[str] | None) -> dict[str, Any]:
-    """Return the document with model names and key requirements, but without status 422: invalid input gives 400."""
+    """Return the document with the model `names`, with the paths that require an API key marked as such (all but
+    `open_paths`; None: no path), and without status 422, since invalid input gives 400.
+    """
     if app.openapi_schema is not None:
         return app.openapi_schema
     document = get_openapi(

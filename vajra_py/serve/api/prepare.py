@@ -64,7 +64,7 @@ class _Route:
 
     Attributes:
         facts: facts of the request for policies, without id and lengths.
-        candidates: replicasets whose conditions the request meets, conditions on prompt length aside; all run the same
+        candidates: replicasets whose conditions the request meets, except conditions on prompt length; all run the same
             model if one of them has conditions on prompt length.
         tokenizer: tokenizer of the first candidate's model; None if it has none.
     """
@@ -135,7 +135,9 @@ class Preparer:
         return _Route(facts, candidates, tokenizer)
 
     def _longest(self, wanted: Wanted) -> int:
-        """Return the maximum number of tokens, prompt plus output, of a request on any replicaset with its model."""
+        """Return the maximum number of tokens, prompt plus output, that a request may have on the replicaset with the
+        highest limit among those that serve its model.
+        """
         behind = self._catalogue.behind(wanted.body.model)
         return max(self._session.prompt_limits(name).max_request_tokens for name in behind)
 
@@ -189,9 +191,9 @@ class Preparer:
     def _check_queues(self, replicaset: str, num_outputs: int, num_tokens: int) -> None:
         """Refuse, with status 400, a request whose outputs do not fit even into an empty queue.
 
-        `Replicaset.refusal` applies the same bounds to each output, given the queue at that time, with status 429,
-        since a retry may succeed. It cannot detect that the outputs of one HTTP request never fit together; then every
-        retry would fail.
+        `Replicaset.refusal` applies the same bounds to each output separately, given the queue at that time, and
+        refuses with status 429, since a retry may succeed. It cannot detect that the outputs of one HTTP request
+        together never fit into a queue; with status 429, every retry would then fail.
         """
         limits = self._session.admission(replicaset)
         most, most_tokens = limits.max_queued_requests, limits.max_queued_tokens

@@ -28,7 +28,7 @@ _NOTHING = SchedulingHeaders()
 
 
 SMALL_BODY = 2**16
-"""Largest body in bytes that is read on the event loop, which takes a few milliseconds for any content."""
+"""Largest body, in bytes, that is parsed on the event loop; this takes a few milliseconds for any content."""
 _MOST_FIELDS = 256
 """Maximum number of fields in a body, known or unknown."""
 
@@ -150,7 +150,7 @@ def documented_body(body: type[BaseModel]) -> dict[str, Any]:
 
 
 def documented(body: type[BaseModel]) -> dict[str, Any]:
-    """Return the request body of an OpenAPI operation, as `documented_body` does, and the scheduling headers."""
+    """Return the scheduling headers and, as `documented_body` does, the request body of an OpenAPI operation."""
     schemas = SchedulingHeaders.model_json_schema()["properties"]
     parameters = []
     for name, field in _FIELDS.items():

@@ -134,7 +134,7 @@ class _Stream(Response):
         self._client = client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events as they arrive, until the last one or until the client disconnects."""
+        """Send each event as soon as it exists, until the last one is sent or the client disconnects."""
         writer = _Writer(self._generation, scope.get(DIRECT_SEND, send))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -160,7 +160,7 @@ class _Writer:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(self) -> asyncio.Future[None]:
-        """Write all events so far, and each later one as it arrives.
+        """Write all events so far, and each later one as soon as it exists.
 
         Return a future that is done when the last event was sent, or that has the error that ended the stream.
         """
@@ -193,7 +193,7 @@ class _Writer:
             self._end(None)
 
     def _sent(self, task: asyncio.Task[None], is_last: bool) -> None:
-        """Continue after a slow client has read the earlier data."""
+        """Continue writing after a slow client has read the earlier data."""
         if task.cancelled():
             return
         self._sending = None

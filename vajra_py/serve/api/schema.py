@@ -63,7 +63,7 @@ def _few_entries() -> BeforeValidator:
 
 
 def _biases(given: Any) -> Any:
-    """Validate a mapping of token ids, as text, to biases; stop at the first error."""
+    """Validate a mapping from token ids, written as text, to biases; stop at the first error."""
     if not isinstance(given, dict):
         return given
     if len(given) > MAX_BIASES:
@@ -251,7 +251,7 @@ class GenerationBody(_StatingBody):
 def _form_of(prompt: Any) -> str:
     """Return the form of a prompt, determined by its first element, so that only errors of that form are reported.
 
-    The names have brackets, which distinguish them from field names in an error's location.
+    The names of forms have brackets, which distinguish them from field names in an error's location.
     """
     if not isinstance(prompt, list):
         return "<text>"
@@ -389,7 +389,7 @@ class ChatBody(GenerationBody):
 
     @property
     def ends(self) -> ChatEnd:
-        """End of the conversation's rendered text."""
+        """Place at which the conversation's rendered text ends."""
         return chat_end(self.add_generation_prompt, self.continue_final_message)
 
     @model_validator(mode="after")
@@ -416,7 +416,8 @@ _COMPLETION_ONLY = frozenset(("prompt",))
 
 
 def chat_end(begins_answer: bool | None, continues: bool) -> ChatEnd:
-    """Return the end of a conversation for these values of `add_generation_prompt` and `continue_final_message`.
+    """Return where the rendered text of a conversation ends, given `add_generation_prompt` (`begins_answer`) and
+    `continue_final_message` (`continues`).
 
     Raises `ValueError` if both are set.
     """

@@ -28,7 +28,7 @@ def _written_as(pattern: re.Pattern[str]) -> BeforeValidator:
 
 
 def null_is(value: Any, kind: Any) -> BeforeValidator:
-    """Accept `null` in a field of this type as if the field were absent."""
+    """Return a validator for a field of type `kind` that replaces `null` by `value`, the value of an absent field."""
     return BeforeValidator(lambda given: value if given is None else given, json_schema_input_type=kind | None)
 
 
@@ -37,7 +37,7 @@ def _split(given: Any) -> Any:
 
 
 def _flag(given: Any) -> Any:
-    """Convert `true`, `false`, `1` and `0` in a header; leave other values to pydantic, which refuses them."""
+    """Convert `true`, `false`, `1` and `0` in a header to booleans, and any other text to one that pydantic refuses."""
     written = given.strip().lower() if isinstance(given, str) else given
     return (
         {"true": True, "1": True, "false": False, "0": False}.get(written, "?") if isinstance(written, str) else given

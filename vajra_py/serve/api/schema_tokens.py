@@ -42,7 +42,7 @@ class TokenizeBody(EndpointBody):
 
     @property
     def ends(self) -> ChatEnd:
-        """End of the conversation's rendered text."""
+        """Place at which the conversation's rendered text ends."""
         return chat_end(self.add_generation_prompt, self.continue_final_message)
 
 

@@ -19,7 +19,9 @@ from vajra_py.serve.session.catalogue import Catalogue
 from vajra_py.serve.session.session import EngineSession
 
 MOST_TOKENS = 2**17
-"""Maximum number of tokens of a text to tokenize, unless the model's limit is higher, and of tokens to detokenize."""
+"""Maximum number of tokens to detokenize. A text to tokenize must have fewer tokens than this, or than the model's
+limit if that is higher.
+"""
 _ERRORS = answers.errors(400, 401, 404, 413, 429, 503)
 
 

@@ -50,7 +50,7 @@ class Tracing:
         self._provider = provider
         self._tracer = provider.get_tracer("vajra_py.serve", __version__)
         self.zero_ns: Callable[[], int] = time.time_ns
-        """Start of the engine's clock, in nanoseconds since 1970."""
+        """Returns the time at which the engine's clock was zero, in nanoseconds since 1970."""
 
     def begin(self, headers: Mapping[str, str], body: GenerationBody) -> RequestTrace:
         """Begin the span of a request."""
@@ -158,7 +158,7 @@ def _stretches(metrics: RequestMetrics) -> list[tuple[str, float, float]]:
 
 
 def _scheduling(facts: RequestFacts) -> dict[str, Any]:
-    """Return the facts that a request states for policies, by span attribute."""
+    """Return the facts that a request states for policies, by name of the span attribute."""
     given = {fact.span: getattr(facts, fact.name) for fact in FACTS if fact.span is not None}
     return {name: value for name, value in given.items() if value not in (None, "", ()) and value is not False}
 
@@ -168,7 +168,9 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def make_tracing(endpoint: str | None) -> Tracing:
-    """Return tracing to this OTLP endpoint; None: as the variables `OTEL_*` state. Raises `ConfigError`."""
+    """Return a `Tracing` that exports to this OTLP endpoint; None: to where the variables `OTEL_*` state. Raises
+    `ConfigError`.
+    """
     own = {} if "OTEL_SERVICE_NAME" in os.environ else {SERVICE_NAME: "vajra"}
     provider = TracerProvider(resource=Resource.create(own))
     provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))

@@ -69,7 +69,7 @@ class _Keys:
         return hashlib.blake2b(key, key=self._secret).digest()
 
     def find(self, given: bytes) -> tuple[bool, str | None]:
-        """Return a pair: True if the key is valid, and the key's tenant (None: it has none)."""
+        """Return (True if the key is valid, the key's tenant); None as tenant if the key has none or is invalid."""
         digest = self._digest(given)
         return digest in self._tenants, self._tenants.get(digest)
 
@@ -111,7 +111,7 @@ class AuthMiddleware:
         await self._counted(scope, receive, send)
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; raise an error with status 413 once its body is longer than allowed.
+        """Pass the request on; raise an error with status 413 once the received body is longer than allowed.
 
         The bytes are counted, since a body may have no stated length.
         """

@@ -27,11 +27,13 @@ _OTHER_DESCRIPTORS = 256
 """Number of file descriptors reserved for other uses than connections: listeners, workers, logs, recordings."""
 _LOG_EVERY_S = 1.0
 _HEAD_PIECE, _BODY_PIECE = 2**12, 2**14
-"""Maximum number of bytes parsed between two checks of the limits, in a head and in a body."""
+"""Maximum number of bytes that are parsed between two checks of the limits: in a head, and in a body."""
 _MOST_QUEUED = 8
-"""Number of pipelined requests behind the current one at which parsing of a connection's data pauses."""
+"""Number of pipelined requests that may wait behind the current one; with so many, parsing of received data pauses."""
 _MOST_AHEAD = 2**17
-"""Maximum number of unparsed bytes while a request is answered; above it, the server stops reading the connection."""
+"""Maximum number of bytes kept ahead while a request is answered: unparsed bytes and the bodies of pipelined requests.
+Above it, the server pauses reading from the connection.
+"""
 _CHUNK_BYTES = 24
 """Maximum number of bytes that frame a chunk without extensions: the digits of its length, and two line ends."""
 _LINGER_S = 5.0
@@ -70,7 +72,7 @@ class Connections:
         return None
 
     def leave(self, host: str) -> None:
-        """Count the end of a socket."""
+        """Stop counting a socket of this address."""
         self.num_open -= 1
         self.per_client[host] -= 1
         if not self.per_client[host]:
@@ -103,7 +105,7 @@ class Connections:
         _log.warning("%s%s", message, f" ({more} more since the last such line)" if more else "")
 
     def end_late(self, now: float) -> None:
-        """Close the connections that have exceeded a time limit."""
+        """Close the connections that have exceeded a time limit, or whose client has disconnected."""
         for connection in list(self.alive):
             connection.check(now)
 
@@ -219,7 +221,7 @@ class Connection(HttpToolsProtocol):
         self._running_since = 0.0
         self._is_refused = False
         self.was_made = False
-        """True once `connection_made` was called, so that `connection_lost` will be."""
+        """True once `connection_made` was called; only then will `connection_lost` be called."""
         self._unsent = 0
         self._unsent_since = 0.0
 
@@ -250,7 +252,7 @@ class Connection(HttpToolsProtocol):
         self._parse()
 
     def _parse(self) -> None:
-        """Parse received bytes, up to a few requests behind the current one."""
+        """Parse received bytes, but at most a few pipelined requests beyond the current one."""
         left = self._unparsed
         while left and len(self.pipeline) < _MOST_QUEUED and not self._is_refused and not self.transport.is_closing():
             if self._phase is Phase.NOTHING and not self._is_answering:
@@ -268,7 +270,9 @@ class Connection(HttpToolsProtocol):
             self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Read ahead while a request is answered, to detect the end of the connection; stop if too much is unparsed."""
+        """Read ahead while a request is answered, to detect that the client disconnects; pause reading if too much is
+        kept.
+        """
         if len(self._unparsed) + sum(len(queued.body) for queued, _ in self.pipeline) > _MOST_AHEAD:
             self.flow.pause_reading()
         else:
@@ -352,7 +356,7 @@ class Connection(HttpToolsProtocol):
         await RequestResponseCycle.send(cycle, message)
 
     def on_response_complete(self) -> None:
-        """Start the next request after an answer was sent, or end the connection."""
+        """After an answer was sent, start the next request or end the connection."""
         if self._running is not None and self._running.more_body and not self.transport.is_closing():
             self._enter(Phase.END)
             self._unparsed.clear()

@@ -1,6 +1,6 @@
 """Accept connections.
 
-A socket counts from its acceptance on, before its TLS handshake, which has its own time limit.
+A socket counts as a connection as soon as it is accepted, before its TLS handshake, which has its own time limit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_AT_ONCE = 64
 _PAUSE_S = 0.5
 """Seconds for which no connection is accepted after the system ran out of resources for sockets."""
 _SHUTDOWN_S = 5.0
-"""Seconds that a client may take to answer the end of a TLS connection."""
+"""Seconds that a client may take to confirm the end of a TLS connection."""
 _PASSING = (errno.ECONNABORTED, errno.EINTR, errno.EPROTO, errno.EPERM)
 """Error numbers that concern one connection only; the next connection may be accepted at once."""
 

@@ -184,7 +184,7 @@ class ServeOptions:
         return bool(self._given_keys) or self.api_key_file is not None
 
     def read_keys(self) -> dict[str, str | None]:
-        """Return each API key's tenant; None: the client names its tenant. Raises `ConfigError`."""
+        """Return the tenant of each API key, by key; None: the client names its tenant. Raises `ConfigError`."""
         keys: dict[str, str | None] = dict.fromkeys(self._given_keys)
         if self.api_key_file is None:
             return keys

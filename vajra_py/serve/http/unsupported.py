@@ -202,13 +202,15 @@ def refuse_unsupported_message(given: Mapping[str, Any]) -> None:
 
 
 def refuse_content_part(kind: Any) -> None:
-    """Refuse a part of a message's content that is not text. Raises `Unsupported`."""
+    """Refuse a part of a message's content if it is of a kind that other servers support besides text. Raises
+    `Unsupported`.
+    """
     if isinstance(kind, str) and kind in ("image_url", "input_image", "input_audio", "audio_url", "video_url", "file"):
         raise Unsupported(kind, _MEDIA)
 
 
 def unsupported_path(path: str) -> str | None:
-    """Return the feature that another server's API offers at this path, or None for an unknown path."""
+    """Return the feature that another server's API offers at this path; None if no known API has this path."""
     return next((what for known, what in _PATHS.items() if path == known or path.startswith(f"{known}/")), None)
 
 

@@ -1,4 +1,6 @@
-"""Prometheus metrics of movement: requests between replicas, KV in transfer, and replicas by pool and state."""
+"""Prometheus metrics of movement: requests that moved between replicas, KV transfers, and numbers of replicas by pool
+and state.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from vajra_py.runtime.serving.controller import Controller
 from vajra_py.serve.session.catalogue import Catalogue
 
 Way: TypeAlias = tuple[str, str, str, str]
-"""Replicaset, kind of movement, and pools of source and target."""
+"""(Replicaset, kind of movement, pool of the source, pool of the target)."""
 
 
 class MovementCounts(MovementRows):
@@ -24,7 +26,7 @@ class MovementCounts(MovementRows):
     def __init__(self, paths: Mapping[str, Paths]) -> None:
         super().__init__(paths)
         self.moved: Counter[Way] = Counter()
-        """Number of requests that continued at their target."""
+        """Number of movements after which the request continued at its target."""
         self.transferred_tokens: Counter[Way] = Counter()
         """Number of tokens whose KV has arrived, including copies of running requests."""
         self.transferred_bytes: Counter[Way] = Counter()
@@ -32,7 +34,7 @@ class MovementCounts(MovementRows):
         """Number of movements that were not completed, by replicaset, kind, outcome and reason."""
 
     def on_row(self, request_id: str, row: Mapping[str, Any]) -> None:
-        """Count the transfer."""
+        """Count the row."""
         kind, outcome, replicaset = row["kind"], row["outcome"], row["replicaset"]
         way = replicaset, kind, row["source_pool"], row["target_pool"]
         if outcome != DONE:
@@ -46,7 +48,7 @@ class MovementCounts(MovementRows):
 
 
 def movement_metrics(counts: MovementCounts, controller: Controller, catalogue: Catalogue) -> Iterator[Metric]:
-    """Yield the metrics of requests that move."""
+    """Yield the metrics of the requests that moved or are moving, and of their KV transfers."""
     labels = ("model_name", "replicaset")
     on_the_way = ("kind", "source_pool", "target_pool")
     for name, text, numbers in (

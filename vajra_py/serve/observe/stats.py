@@ -27,7 +27,7 @@ from vajra_py.runtime.serving.controller import Controller
 OTHER = "other"
 NUM_EVENTS = 200
 MAX_REASON = 200
-"""Maximum length of a reason, in characters, since labels should be short."""
+"""Maximum number of characters of a reason in labels, which should be short."""
 RECENT = 512
 """Number of most recent requests per class that the percentiles are computed over."""
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -38,8 +38,8 @@ TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.
 class Histogram:
     """Counts by bucket, as in Prometheus.
 
-    `prometheus_client.Histogram` takes a lock and 0.7 µs per value: with 256 values in a step, 0.19 ms of the engine's
-    thread. `add_all` takes 0.01 ms for them.
+    `prometheus_client.Histogram` takes a lock and 0.7 µs per value: with 256 values in a step, it would take 0.19 ms of
+    the engine thread's time. `add_all` takes 0.01 ms for them.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -104,7 +104,7 @@ class SetStats:
         self.restored: Counter[ReplicaId] = Counter()
         self.swaps: Counter[str] = Counter()
         self.admission: Counter[str] = Counter()
-        """Number of decisions of the admission policy, by outcome, without requests accepted unchanged."""
+        """Number of decisions of the admission policy by outcome, except decisions to accept a request unchanged."""
         self.admission_reasons: Counter[tuple[str, str]] = Counter()
         """Number of refusals and deferrals of the admission policy, by outcome and reason."""
         self.num_cached_tokens = 0
@@ -118,7 +118,7 @@ class SetStats:
         self.num_output_tokens = 0
         """Number of output tokens as of the last `count_output_tokens`."""
         self.last_steps: dict[ReplicaId, tuple[int, int, int]] = {}
-        """Numbers of decodes, prefills and prefill tokens in the last step, by replica."""
+        """(Number of decodes, number of prefills, number of prefill tokens) of each replica's last step, by replica."""
 
 
 class ServerStats(Observer):
@@ -140,7 +140,9 @@ class ServerStats(Observer):
     # Events
 
     def on_admitted(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Count, at the first admission, the queueing time and the prompt tokens looked up and found in the cache."""
+        """At the first admission, count the queueing time, the prompt tokens looked up in the prefix cache, and those
+        found there.
+        """
         if request.num_preemptions:
             return
         stats = self._of(request)
@@ -279,7 +281,7 @@ class ServerStats(Observer):
         return 1.0 if squares == 0 else sum(shares) ** 2 / (len(shares) * squares)
 
     def recent_latencies(self) -> dict[str, float]:
-        """Return P50 and P99 of the most recent requests' latencies over all classes, in milliseconds."""
+        """Return P50 and P99 of TTFT and TPOT over the most recent requests of all classes, in milliseconds."""
         recents, found = list(dict(self.recent).values()), {}
         for what in ("ttft", "tpot"):
             low, high = _quantiles(value for one in recents for value in getattr(one, f"{what}_s").copy())
@@ -287,7 +289,8 @@ class ServerStats(Observer):
         return found
 
     def percentiles(self) -> dict[str, dict[str, float]]:
-        """Return P50 and P99 of the most recent requests' latencies by class, in milliseconds.
+        """Return, by class, the number of the most recent requests, and P50 and P99 of their TTFT, TPOT and E2E in
+        milliseconds.
 
         The key `(none)` is for requests without a class.
         """

@@ -124,7 +124,7 @@ class ResponseState:
         return ready
 
     def take(self) -> Collection[OutputStream]:
-        """Return the outputs changed since the last call, in the order of their changes."""
+        """Return the outputs changed since the last call, in the order in which they first changed."""
         changed, self._changed = self._changed, {}
         return changed
 
@@ -146,7 +146,8 @@ _MAX_PAUSE_S = 0.025
 
 
 class LoopBridge:
-    """Channel for notes from the engine's thread to the event loop's, with one wake-up for all notes since the last.
+    """Channel for notes from the engine's thread to the event loop's thread, with one wake-up of the event loop for all
+    notes since the previous delivery.
 
     After a delivery, the next one waits four times as long as the delivery took, up to 25 ms. If steps are shorter than
     this pause, several tokens of a stream are written together. Writing thus takes at most about a fifth of the
@@ -193,7 +194,7 @@ class LoopBridge:
             self._loop.call_soon_threadsafe(function)
 
     def connect(self, stream: OutputStream) -> None:
-        """Make a stream's submission report its progress to the stream."""
+        """Make the engine post a note to the stream whenever the stream's submission progresses or ends."""
 
         def progress(submission: Submission, request: Request, reason: EndReason | None) -> None:
             output, admission = submission.output, request.admission

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 STOP_S = 2.0
 """Seconds for the engine's thread to stop after `close` requested it."""
 _KILL_S = 0.5
-"""Seconds for the engine's thread to stop after its workers were killed, since it may have been submitting a step."""
+"""Seconds for the engine's thread to stop after its workers were killed: it may have been submitting a step."""
 _GIVE_BACK_S = 3.0
 _WRITE_S = 1.5
 """Seconds for completing the recording of an engine that hangs."""
@@ -102,7 +102,9 @@ class EngineSession:
         self.watchers: list[Callable[[Controller], Sequence[Observer]]] = []
         """Called in the engine's thread when the engine is loaded; each returns observers for it."""
         self.on_formed: Callable[[str, float], None] | None = None
-        """Called with the time that forming each step took; `watchers` may set it."""
+        """Called after each step was formed, with (replicaset, seconds that forming the step took); `watchers` may set
+        it.
+        """
         self.clock_zero_ns = 0
         """Start of the engine's clock, in nanoseconds since 1970."""
         self._parts = parts
@@ -110,8 +112,9 @@ class EngineSession:
         self._load_gate = threading.Lock()
         self._is_loaded = False
         self._is_abandoned = False
-        """True if the session was closed while the engine was being loaded; its thread then only releases the
-        engine."""
+        """True if the session was closed while the engine was being loaded; the engine's thread then only releases the
+        engine.
+        """
         self._changed: asyncio.Event | None = None
         self.is_left_behind = False
         """True if the session was closed although part of it still hangs, so that the process must be ended."""
@@ -190,7 +193,9 @@ class EngineSession:
         return 0 if self._loop is None else self._loop.num_restarting
 
     def unavailable(self) -> dict[str, str]:
-        """Return the reason for each replicaset that accepts no requests; empty while the engine is not loaded."""
+        """Return, by replicaset, the reason why it accepts no requests; without the replicasets that accept requests,
+        and empty while the engine is not loaded.
+        """
         found = {}
         blocked = "" if self._loop is None else self._loop.blocked
         for name, one in ({} if self.controller is None else self.controller.replicasets).items():
@@ -411,7 +416,7 @@ class EngineSession:
                 self.engine.close()
 
     def _end_recording(self, error: BaseException | None) -> None:
-        """Complete the recording's folder, once."""
+        """Complete the recording's folder; only the first call has an effect."""
         recording = self._parts.recording
         try:
             with self._records_end:
