@@ -153,7 +153,7 @@ class AsyncLLM(EngineClient):
         *,
         facts: StatedFacts | None = None,
     ) -> RequestOutput:
-        """Return the answer to a conversation, formatted by the model's chat template. Raises like `stream`."""
+        """Format a conversation by the model's chat template, and return the answer. Raises like `stream`."""
         return await self.generate(self._requests.chat(messages), params, facts=facts)
 
     async def swap_policy(
@@ -175,7 +175,7 @@ class AsyncLLM(EngineClient):
         return (await self.swap(change)).swap
 
     def close(self) -> None:
-        """End the engine; tasks with unfinished requests raise. May be called twice."""
+        """End the engine; tasks with unfinished requests get an exception. May be called twice."""
         assert self.loop is not None
         self.loop.stop()
         self._thread.join()

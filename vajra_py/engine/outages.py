@@ -17,7 +17,7 @@ class Outages:
     """Lost replicas of an engine that are being restarted, and replicasets whose requests wait for them."""
 
     def __init__(self, controller: Controller, replicas: Mapping[ReplicaKey, EngineReplica], wait_s: float) -> None:
-        """`wait_s`: longest time in an outage that requests wait for replicas that are being restarted, in seconds."""
+        """`wait_s`: longest time, in seconds, that requests wait in an outage for replicas that are being restarted."""
         self._controller = controller
         self._replicas = replicas
         self._wait_ticks = to_ticks(wait_s)

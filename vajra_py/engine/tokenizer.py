@@ -24,7 +24,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.j
 
 
 class ChatEnd(Enum):
-    """End of a conversation's rendered text."""
+    """Point at which the rendered text of a conversation ends."""
 
     ANSWER = "answer"
     """End where the model's answer begins."""

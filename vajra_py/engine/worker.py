@@ -175,7 +175,7 @@ def placed(options: RunnerOptions, ordinal: int) -> RunnerOptions:
 
 
 def _run_step(runner: ModelRunner, step: StepInput | LookaheadStep) -> StepOutput:
-    """Run a step on a runner in this process."""
+    """Return the output of a step, computed by a runner in this process."""
     if isinstance(step, StepInput):
         return runner.run(step)
     return cast(LookaheadRunner, runner).run_ahead(step)
@@ -338,7 +338,7 @@ def load_in_process(
 
 
 def lost(replica: ReplicaKey, what: str) -> str:
-    """Return the message for requests that ended because their replica was lost."""
+    """Return the message for requests that ended because their replica was lost; `what`: what happened to its worker."""
     return f"replica {replica[1]} of {replica[0]} failed: {what}"
 
 

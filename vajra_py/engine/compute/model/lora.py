@@ -55,7 +55,7 @@ class StepRows:
 
 
 class AdaptedProduct(Product):
-    """A product of one or more modules, plus the adapters' terms for its rows."""
+    """A product of one or more merged modules, to which the terms of the rows' adapters are added."""
 
     __slots__ = ("_first", "_parts", "_rank", "_rows", "_second")
 

@@ -108,7 +108,7 @@ def join_ranks(options: RunnerOptions) -> Ranks:
 def _own_groups(
     options: RunnerOptions,
 ) -> tuple[distributed.ProcessGroup | None, distributed.ProcessGroup | None]:
-    """Return this rank's process groups: the ranks that share its layers, and its counterparts in all KV groups.
+    """Return two process groups of this rank: the ranks that share its layers, and the same rank of every KV group.
 
     A process group of a single rank is None.
 
