@@ -62,11 +62,11 @@ class LookAhead:
         return LookaheadStep(step, begun, self._started)
 
     def forget(self) -> None:
-        """Forget the started decodes, since the worker was replaced, or will drop them with its next step."""
+        """Forget the started decodes: the worker was replaced, or will drop them with its next step."""
         self._started = None
 
     def _rows(self, plan: StepPlan) -> Iterator[tuple[Request, int]]:
-        """Yield (request, number of its tokens computed before that decode) for each request that will probably decode next."""
+        """Yield each request that will probably decode next, and the number of its tokens computed before that."""
         if plan.pool is not None:
             ending = set(plan.pool.ending_in_flight())
             yield from ((one, one.num_computed_tokens) for one in plan.pool if one not in ending)

@@ -48,7 +48,7 @@ class StreamPart:
 
 
 class _Reader:
-    """Passes the `StreamPart`s of one request from the loop's thread to a task."""
+    """Passes the `StreamPart`s of one request from the engine's thread to a task."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self._event_loop = event_loop
@@ -57,7 +57,7 @@ class _Reader:
         self._num_characters = 0
 
     def on_progress(self, submission: Submission, request: Request, reason: EndReason | None) -> None:
-        """Pass on new output; called in the loop's thread."""
+        """Pass new output to the task; called in the engine's thread."""
         buffer = submission.output
         start, text = self._num_tokens, buffer.text
         part = StreamPart(

@@ -314,7 +314,7 @@ class Engine:
         }
 
     def _described_pools(self, replicaset: str) -> dict[str, object]:
-        """Return the number of KV blocks per replica; with named pools, this number and `max_model_len` of each pool."""
+        """Return the number of KV blocks per replica; with named pools, this and `max_model_len` for each pool."""
         replicas = {one.parts.pool: one for one in reversed(self.controller.replicasets[replicaset].replicas)}
         if not self.config.effective_replicasets[replicaset].pools:
             return {"num_blocks": replicas[DEFAULT_POOL].limits.num_blocks}

@@ -25,7 +25,8 @@ class NgramRules:
 def may_have_drafts(sampling: SamplingParams) -> bool:
     """Return True if several tokens of a request can be verified in one step.
 
-    The sampler does so only for requests without penalties, constraints on tokens, `min_tokens` and `logprobs`.
+    The sampler verifies several only for requests without penalties, constraints on tokens, `min_tokens` and
+    `logprobs`.
     """
     is_free = not needs_history(sampling) and not forbids_tokens(sampling)
     return is_free and not sampling.logit_bias and sampling.logprobs is None and not sampling.min_tokens

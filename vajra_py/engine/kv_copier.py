@@ -52,7 +52,7 @@ class KvCopier:
         self._is_closed = False
 
     def begin(self, move: KvMove) -> None:
-        """Queue a copy behind earlier ones of its direction; later steps do not wait for it unless they overwrite its blocks.
+        """Queue a copy behind earlier ones of its direction; later steps wait for it only if they overwrite its blocks.
 
         Raises `ExecutorError` after a failed copy.
         """

@@ -24,7 +24,7 @@ class _UnderWay:
 
 
 class KvTransfers:
-    """Transfers in flight. The source's worker copies blocks into a buffer, which is passed on to the target's worker."""
+    """Transfers in flight. The source's worker copies blocks into a buffer, and the target's worker out of it."""
 
     def __init__(self, notify: Callable[[KvImported], None]) -> None:
         """`notify` is called with the message that ends a transfer of no blocks."""

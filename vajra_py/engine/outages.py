@@ -1,4 +1,4 @@
-"""Track outages: times in which a replicaset's replicas that are up cannot serve requests to their end.
+"""Track outages: periods in which those replicas of a replicaset that are up cannot serve a request to its end.
 
 Without pools, no replica is up in an outage; with pools, replicas may be up, but only for prefill or only for decoding.
 """

@@ -144,7 +144,7 @@ class StepWatch:
         self._thread.start()
 
     def watched(self, replica: ReplicaKey, worker: Worker, deliver: Deliver) -> Deliver:
-        """Watch a new worker of a replica; return the function that it must deliver to instead of `deliver`."""
+        """Watch a new worker of a replica; return the function that the worker must call instead of `deliver`."""
         times = self._times.get(replica)
         if times is None:
             floor_s = _FLOOR_S.get(worker.facts.device, _DEVICE_FLOOR_S)

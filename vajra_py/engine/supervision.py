@@ -103,8 +103,8 @@ class Supervisor:
     ) -> None:
         """`begin` creates a worker that may still be loading; `finish` waits for it and allocates its KV memory.
 
-        `pause` waits for a number of seconds and returns True if `close` cut it short; `now` is a clock. Both are for
-        tests.
+        `pause` waits for a number of seconds and returns True if `close` cut it short; `now` is a clock. Tests
+        replace both.
         """
         self._limits = limits
         self._begin = begin

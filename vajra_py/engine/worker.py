@@ -165,7 +165,7 @@ def set_passive_omp_wait() -> None:
 
 
 def placed(options: RunnerOptions, ordinal: int) -> RunnerOptions:
-    """Return the options with one of the machine's devices instead of `cuda`: replicas take them in turn."""
+    """Return the options with one of the machine's devices instead of `cuda`: replicas take the devices in turn."""
     if options.device != "cuda":
         return options
     import torch
@@ -338,7 +338,7 @@ def load_in_process(
 
 
 def lost(replica: ReplicaKey, what: str) -> str:
-    """Return the message for requests that ended because their replica was lost; `what`: what happened to its worker."""
+    """Return the message for requests that ended because their replica was lost; `what`: the reason of the loss."""
     return f"replica {replica[1]} of {replica[0]} failed: {what}"
 
 

@@ -321,7 +321,7 @@ def _solo_chunks_are_true(subject: Subject) -> None:
 
 
 def _preempts_for_somebody(subject: Subject) -> None:
-    """Warn if, despite ample memory, too many preemptions are futile: no other request is admitted before the victim."""
+    """Warn if, despite ample memory, many preemptions are futile: no other request is admitted before the victim."""
     for scenario in scenarios.SCENARIOS:
         if not scenario.is_memory_ample or not subject.suits(scenario):
             continue

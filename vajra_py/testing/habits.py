@@ -51,7 +51,7 @@ def attributes_read_in(package: str) -> frozenset[str]:
 
 
 def _codes_of(members: Mapping[str, Any], module: str) -> Iterator[CodeType]:
-    """Yield the code of those functions and methods among `members` that the module defines, and of their inner functions."""
+    """Yield the code of functions and methods among `members` that `module` defines, and of functions inside them."""
     for value in list(members.values()):
         function = getattr(value, "__func__", value)
         if isinstance(function, FunctionType) and function.__module__ == module:

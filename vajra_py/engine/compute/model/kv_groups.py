@@ -22,7 +22,7 @@ from vajra_kernels import AttentionMetadata, merge_partials, paged_attention, wr
 
 
 class GroupLinks:
-    """A rank's KV-parallel group, and the corresponding ranks of other groups, which have the same part of the layers."""
+    """A rank's KV-parallel group, and the ranks of other groups with the same stage and tensor-parallel rank."""
 
     __slots__ = ("_parallel", "group_tokens", "own", "ranks")
 

@@ -5,7 +5,7 @@ receives the same steps in the same order and computes its part: a stage its lay
 holds.
 
 Invariants:
-    - Ranks derive the shapes and order of the tensors they exchange from the step; neither is sent.
+    - Ranks derive from the step the shapes and the order of the tensors that they exchange; neither is sent.
     - A token is sampled only on the last stage, in the group that holds the request's newest tokens.
 """
 

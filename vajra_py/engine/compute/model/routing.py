@@ -1,9 +1,9 @@
 """Repeat the expert choices of a model's routers from one forward pass in another.
 
-In 16 bits, two correct ways to compute the same hidden states differ by roundings. Where a router scores two experts
-almost equally, a rounding is enough to choose the other expert, and the logits from there on differ by tenths of a
-standard deviation. With equal choices only roundings remain. Leaving out positions with such near ties is no
-alternative: in a model with many layers and many experts, nearly every position has one in some layer.
+In 16 bits, two correct ways to compute the same hidden states differ by rounding errors. Where a router scores two
+experts almost equally, such an error is enough to choose the other expert, and from there on the logits differ by
+tenths of a standard deviation. With equal choices only rounding errors remain. Leaving out positions with such near
+ties is no alternative: in a model with many layers and many experts, nearly every position has one in some layer.
 
 Invariants:
     - Only the choice is repeated: the scores, and thus the routing weights, are those of the current pass.

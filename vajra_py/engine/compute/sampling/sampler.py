@@ -132,8 +132,8 @@ class Sampler:
         Return the tokens, and the log-probabilities of slots with `logprobs` (None if there are none).
 
         `likeliest` is `likeliest_tokens(logits)` if available; the same tensor is returned if every row is greedy,
-        without penalties, constraints and log-probabilities. `offsets`: number of drafts of the same slot before each
-        row; slots repeat in that case.
+        without penalties, constraints and log-probabilities. `offsets`: with drafts, number of drafts of the
+        same slot before each row; `slots` then repeats slots.
         """
         if self._is_plain[slots].all():
             tokens = likeliest_tokens(logits) if likeliest is None else likeliest
