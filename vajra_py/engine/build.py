@@ -492,7 +492,7 @@ def _load_workers(maker: WorkerMaker) -> dict[ReplicaKey, Worker]:
 def _profiled_blocks(
     pool: Sequence[ReplicaKey], workers: Mapping[ReplicaKey, Worker], block_size: int, fraction: float
 ) -> int:
-    """Return the number of KV blocks for which each replica of a pool has memory. Replicas on one device share it."""
+    """Return the number of KV blocks that each replica of a pool can hold. Replicas on one device share its memory."""
     devices = {key: set(worker.facts.device_ids) for key, worker in workers.items()}
     sharing = Counter(name for names in devices.values() for name in names)
     return min(workers[key].profile_num_blocks(fraction / max(sharing[one] for one in devices[key])) for key in pool)

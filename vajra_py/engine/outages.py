@@ -23,7 +23,7 @@ class Outages:
         self._wait_ticks = to_ticks(wait_s)
         self.restarting: set[ReplicaKey] = set()
         self._ends: dict[str, int] = {}
-        """Tick until which the requests of a replicaset wait."""
+        """By replicaset with an outage, the tick until which its requests wait."""
 
     def could_serve(self, replicaset: str) -> bool:
         """Return True if the replicas that are up or being restarted could serve a request to its end."""

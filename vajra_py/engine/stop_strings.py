@@ -62,7 +62,7 @@ class StopAutomaton:
                 nodes.append(child)
 
     def step(self, node: int, character: str) -> int:
-        """Return the node after one more character."""
+        """Return the node that is reached from `node` by one more character."""
         while True:
             following = self.edges.get((node, character))
             if following is not None:

@@ -248,7 +248,7 @@ class InlineWorker:
         self._deliver(done)
 
     def _moved(self, move: KvMove, error: Exception | None) -> None:
-        """Deliver the end of a copy; called in the copying thread."""
+        """Deliver the message that a copy has ended; called in the copying thread."""
         assert self._deliver is not None
         self._deliver(self._end_of(move, error))
 

@@ -95,7 +95,7 @@ class HarnessOptions:
     """True if admission allocates blocks for the whole known sequence; False: only for the first step's tokens."""
     prefix_cache: PrefixCacheOptions | None = None
     cache_at_schedule: bool = True
-    """True if a full block can be hit once its step is formed; False: once the step has ended."""
+    """True if a full block can be hit once the step that fills it is formed; False: once that step has ended."""
     reserves_growth: bool = False
     """True if blocks for growing decodes are first reserved by number, and added to block tables later, as in a
     simulation."""

@@ -86,7 +86,7 @@ def under_way(step: PagedStep | Probe) -> Iterator[None]:
 
 
 def register() -> None:
-    """Register both attentions with transformers. May be called again."""
+    """Register the attentions `PLAIN` and `MASKED` with transformers. May be called again."""
     for name in (PLAIN, MASKED):
         AttentionInterface.register(name, _attend)
     AttentionMaskInterface.register(MASKED, _mask)

@@ -80,7 +80,7 @@ class KvMemory:
         return sum(words.shape[0] * words.shape[2] for words in stacks) * WORD_BYTES
 
     def export_blocks(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
-        """Copy these blocks into a buffer of `block_bytes` per block: for each KV shape, first K of all layers, then V."""
+        """Copy blocks into a buffer of `block_bytes` per block: for each KV shape, first K of its layers, then V."""
         for words, part, ids in self._parts(block_ids, buffer):
             if words.device.type == "cpu":
                 torch.index_select(words, 1, ids, out=part)

@@ -192,7 +192,7 @@ def _fuse(
 
 
 def _count(model: torch.nn.Module) -> tuple[int, int]:
-    """Return the number of parameters and their bytes."""
+    """Return (number of parameters, bytes that they take)."""
     parameters = list(model.parameters())
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     return sum(parameter.numel() for parameter in parameters), num_bytes

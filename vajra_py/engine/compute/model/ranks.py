@@ -108,7 +108,7 @@ def join_ranks(options: RunnerOptions) -> Ranks:
 def _own_groups(
     options: RunnerOptions,
 ) -> tuple[distributed.ProcessGroup | None, distributed.ProcessGroup | None]:
-    """Return two process groups of this rank: the ranks that share its layers, and the same rank of every KV group.
+    """Return this rank's two process groups: the ranks that share its layers, and those in its place in every KV group.
 
     A process group of a single rank is None.
 

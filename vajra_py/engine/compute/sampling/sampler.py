@@ -49,7 +49,7 @@ class RowState:
 
 
 class Sampler:
-    """Samples batches of rows by slot."""
+    """Samples the next tokens of batches of rows. The state of each request is kept by slot."""
 
     __slots__ = ("_constraints", "_device", "_eos", "_histories", "_is_plain", "_min_tokens", "_num_outputs", "_parameters", "_rows",
                  "_seeds", "_vocab_size")  # fmt: skip
@@ -133,7 +133,7 @@ class Sampler:
 
         `likeliest` is `likeliest_tokens(logits)` if available; the same tensor is returned if every row is greedy,
         without penalties, constraints and log-probabilities. `offsets`: with drafts, number of drafts of the
-        same slot before each row; `slots` then repeats slots.
+        same slot before each row; `slots` then contains a slot several times.
         """
         if self._is_plain[slots].all():
             tokens = likeliest_tokens(logits) if likeliest is None else likeliest
