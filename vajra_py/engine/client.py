@@ -113,7 +113,7 @@ class EngineClient:
         return next(iter(self.tokenizers.values()))
 
     def submit(self, submissions: Sequence[Submission]) -> None:
-        """Submit all these requests to the engine. If it accepts none now, raise the exception that `refusal` creates."""
+        """Submit all these requests; if the engine accepts none now, raise the exception that `refusal` creates."""
         with self._gate:
             if not self._accepts:
                 raise self.refusal()

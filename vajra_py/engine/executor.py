@@ -433,7 +433,7 @@ class EngineExecutor:
         return row
 
     def _send_sampler(self, request: Request, row: _Row, group: int, changes: _Changes) -> None:
-        """Resend a request's sampling state if another group samples from now on, which lacks the earlier tokens."""
+        """Resend a request's sampling state if another group, which lacks its earlier tokens, samples from now on."""
         if row.sampling_group not in (None, group):
             self._freed.append(row.slot)
             changes.new.append(self._new_row(request, row.slot))

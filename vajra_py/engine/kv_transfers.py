@@ -24,7 +24,7 @@ class _UnderWay:
 
 
 class KvTransfers:
-    """Transfers in flight. The source's worker copies blocks into a buffer, and the target's worker out of it."""
+    """Transfers in flight. The source's worker copies its blocks into a buffer that is sent to the target's worker."""
 
     def __init__(self, notify: Callable[[KvImported], None]) -> None:
         """`notify` is called with the message that ends a transfer of no blocks."""

@@ -104,7 +104,7 @@ class Supervisor:
         """`begin` creates a worker that may still be loading; `finish` waits for it and allocates its KV memory.
 
         `pause` waits for a number of seconds and returns True if `close` cut it short; `now` is a clock. Tests
-        replace both.
+        replace these two.
         """
         self._limits = limits
         self._begin = begin

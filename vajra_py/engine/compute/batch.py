@@ -238,7 +238,8 @@ class BatchState:
     def _place(self, chunk: Chunk) -> tuple[bool, bool]:
         """Return a chunk's sort key.
 
-        Chunks of requests whose newest tokens this rank holds come first; in both parts, chunks of one token come first.
+        Chunks of requests whose newest tokens this rank holds precede the others; in both parts, chunks of one token
+        come first.
         """
         is_earlier = self._groups is not None and chunk.groups[-1] != self._groups.own
         return is_earlier, len(chunk.token_ids) > 1
