@@ -7,7 +7,7 @@ that ended or were preempted, are dropped. The rest of the step (such as chunks 
 started rows. So decisions, records and tokens do not depend on look-ahead.
 
 Invariants:
-    - This module does not change the mechanism, nor the executor's record of its worker's state.
+    - This module does not change the mechanism, nor the executor's record of the worker's state.
     - A started row writes KV at positions that its request has not reached, or into a spare block, so a dropped row
       leaves nothing that is ever read.
 """
@@ -62,11 +62,11 @@ class LookAhead:
         return LookaheadStep(step, begun, self._started)
 
     def forget(self) -> None:
-        """Forget the started decodes, since the worker was replaced, or will drop them with its next step."""
+        """Forget the started decodes: the worker was replaced, or will drop them with its next step."""
         self._started = None
 
     def _rows(self, plan: StepPlan) -> Iterator[tuple[Request, int]]:
-        """Yield (request, number of tokens computed by then) for each request expected to decode in the next step."""
+        """Yield each request that will probably decode next, and the number of its tokens computed before that."""
         if plan.pool is not None:
             ending = set(plan.pool.ending_in_flight())
             yield from ((one, one.num_computed_tokens) for one in plan.pool if one not in ending)

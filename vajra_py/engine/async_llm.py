@@ -48,7 +48,7 @@ class StreamPart:
 
 
 class _Reader:
-    """Passes the `StreamPart`s of one request from the loop's thread to a task."""
+    """Passes the `StreamPart`s of one request from the engine's thread to a task."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self._event_loop = event_loop
@@ -57,7 +57,7 @@ class _Reader:
         self._num_characters = 0
 
     def on_progress(self, submission: Submission, request: Request, reason: EndReason | None) -> None:
-        """Pass on new output; called in the loop's thread."""
+        """Pass new output to the task; called in the engine's thread."""
         buffer = submission.output
         start, text = self._num_tokens, buffer.text
         part = StreamPart(
@@ -153,7 +153,7 @@ class AsyncLLM(EngineClient):
         *,
         facts: StatedFacts | None = None,
     ) -> RequestOutput:
-        """Return the answer to a conversation, formatted by the model's chat template. Raises like `stream`."""
+        """Format a conversation by the model's chat template, and return the answer. Raises like `stream`."""
         return await self.generate(self._requests.chat(messages), params, facts=facts)
 
     async def swap_policy(
@@ -175,7 +175,7 @@ class AsyncLLM(EngineClient):
         return (await self.swap(change)).swap
 
     def close(self) -> None:
-        """End the engine; tasks with unfinished requests raise. May be called twice."""
+        """End the engine; tasks with unfinished requests get an exception. May be called twice."""
         assert self.loop is not None
         self.loop.stop()
         self._thread.join()

@@ -46,7 +46,7 @@ from vajra_py.runtime.serving.pools import check_reach
 from vajra_py.runtime.support.seeds import SeedTree
 
 PoolSizes: TypeAlias = Mapping[str, mechanism.ModelFacts]
-"""Sizes (number of KV blocks, longest sequence, KV bytes per token) of the replicas of each pool of a replicaset."""
+"""Sizes of a replicaset's replicas (number of KV blocks, longest sequence, KV bytes per token), by pool."""
 
 _DRY_RUN_BLOCKS = 1 << 20
 _PROBE_TOKENS = 4096
@@ -59,7 +59,7 @@ class EngineServices:
     Attributes:
         registry: installed policies.
         latency: latency model for the policies' predictions.
-        latencies: latency models of replicasets that differ from `latency`, by replicaset.
+        latencies: latency models that replace `latency` for single replicasets, by replicaset.
         output_lengths: predictor of output lengths for the policies.
         seeds: seeds of the policies' random streams.
         load: function that creates a worker's runner.
@@ -168,7 +168,7 @@ class Engine:
 
     @staticmethod
     def check(config: SystemConfig, services: EngineServices, lacking: Sequence[Problem] = ()) -> None:
-        """Build replicas and policies without a model, as a check.
+        """Check that replicas and policies can be built; no model is loaded.
 
         `lacking` holds problems found earlier. Raises `ConfigError` for these and for errors in the settings.
         """
@@ -314,7 +314,7 @@ class Engine:
         }
 
     def _described_pools(self, replicaset: str) -> dict[str, object]:
-        """Return the number of KV blocks per replica; with named pools, this number and `max_model_len` for each."""
+        """Return the number of KV blocks per replica; with named pools, this and `max_model_len` for each pool."""
         replicas = {one.parts.pool: one for one in reversed(self.controller.replicasets[replicaset].replicas)}
         if not self.config.effective_replicasets[replicaset].pools:
             return {"num_blocks": replicas[DEFAULT_POOL].limits.num_blocks}
@@ -424,7 +424,7 @@ def _sizes(replicaset: str, settings: ReplicasetConfig, workers: Mapping[Replica
 
 
 def _facts_of(replicaset: str, settings: ReplicasetConfig, workers: Mapping[ReplicaKey, Worker]) -> ModelFacts:
-    """Return a replicaset's model facts; `max_model_len` is the largest of the pools in which requests can end."""
+    """Return a replicaset's model facts; `max_model_len` is the largest among pools in which requests can end."""
     facts = checked_facts([worker.facts for key, worker in workers.items() if key[0] == replicaset])
     ids = replica_ids_of(settings)
     ending = [pool for pool in ids if settings.role_of(pool) is not PoolRole.PREFILL]
@@ -492,7 +492,7 @@ def _load_workers(maker: WorkerMaker) -> dict[ReplicaKey, Worker]:
 def _profiled_blocks(
     pool: Sequence[ReplicaKey], workers: Mapping[ReplicaKey, Worker], block_size: int, fraction: float
 ) -> int:
-    """Return the number of KV blocks that fit on every replica of a pool. Replicas on one device share its memory."""
+    """Return the number of KV blocks that each replica of a pool can hold. Replicas on one device share its memory."""
     devices = {key: set(worker.facts.device_ids) for key, worker in workers.items()}
     sharing = Counter(name for names in devices.values() for name in names)
     return min(workers[key].profile_num_blocks(fraction / max(sharing[one] for one in devices[key])) for key in pool)

@@ -4,8 +4,8 @@
 separate thread.
 
 Invariants:
-    - A request that `submit` accepted always ends, even if the engine fails: by its `on_progress` or its
-      `on_engine_end`.
+    - Each request that `submit` accepted is reported as ended, even if the engine fails: by a call of its `on_progress`
+      or of its `on_engine_end`.
     - Once the engine has ended, `submit` raises.
 """
 
@@ -113,7 +113,7 @@ class EngineClient:
         return next(iter(self.tokenizers.values()))
 
     def submit(self, submissions: Sequence[Submission]) -> None:
-        """Submit requests to the engine, all or none. Raises the exception of `refusal`."""
+        """Submit all these requests; if the engine accepts none now, raise the exception that `refusal` creates."""
         with self._gate:
             if not self._accepts:
                 raise self.refusal()
@@ -131,7 +131,7 @@ class EngineClient:
     def request_swap(self, change: PolicyChange, done: Callable[[Swapped | VajraError], None]) -> None:
         """Request a policy swap between two steps; `done` is called in the loop's thread.
 
-        Raises the exception of `refusal`.
+        Raises the exception that `refusal` creates.
         """
         with self._gate:
             if not self._accepts:
@@ -142,7 +142,8 @@ class EngineClient:
     async def swap(self, change: PolicyChange) -> Swapped:
         """Swap a policy between two steps, and return the result.
 
-        Raises the exception of `refusal`, or the reason why the swap is not possible; the old policy then stays.
+        Raises the exception that `refusal` creates, or the error that makes the swap impossible; the old policy then
+        stays.
         """
         event_loop = asyncio.get_running_loop()
         answer: asyncio.Future[Swapped | VajraError] = event_loop.create_future()
@@ -183,7 +184,7 @@ class EngineClient:
         self.end_open(error)
 
     def end_open(self, error: BaseException | None) -> None:
-        """End every remaining request by its `on_engine_end`; this works even if the loop hangs."""
+        """Call `on_engine_end` of every remaining request; this works even if the loop hangs."""
         for submission in list(self._open):
             if submission.on_engine_end is not None:
                 submission.on_engine_end(error)

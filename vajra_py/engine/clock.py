@@ -48,5 +48,5 @@ class WallClock:
             return None
 
     def _wall_s(self, ticks: int) -> float:
-        """Return the wall-clock seconds until `ticks` ticks have passed."""
+        """Return the wall-clock seconds that `ticks` ticks take."""
         return to_seconds(ticks)

@@ -264,7 +264,7 @@ class ModelBackendConfig(Section):
         return {name: str(self.of(name).model) for name in replicasets}
 
     def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-        """Return problems with settings of replicasets that this backend does not support on any machine."""
+        """Return a problem for each setting of a replicaset that this backend supports on no machine."""
         raise NotImplementedError
 
     def problems_here(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
@@ -275,7 +275,7 @@ class ModelBackendConfig(Section):
         raise NotImplementedError
 
     def runner_options(self, replica: ReplicaConfig, num_stages: int, num_threads: int | None) -> RunnerOptions:
-        """Return the options with which a replica's worker loads; `placed` then chooses the GPU for device `cuda`."""
+        """Return the options of the runner that a replica's worker loads; `placed` then chooses the GPU for `cuda`."""
         raise NotImplementedError
 
     @property
@@ -382,7 +382,7 @@ class EngineConfig(ModelBackendConfig):
         return found
 
     def check_adapters(self, where: str, replica: ReplicaConfig, adapters: AdaptersConfig) -> list[Problem]:
-        """Return problems that keep a replica from computing its adapters on any machine."""
+        """Return the reasons, independent of the machine, why a replica cannot compute its adapters."""
         found = []
         alone = {"tensor_parallel": self.tensor_parallel, "replica.pipeline_stages": replica.pipeline_stages or 1}
         alone["replica.kv_parallel.groups"] = replica.kv_parallel.groups

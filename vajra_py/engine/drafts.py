@@ -1,7 +1,7 @@
 """Drafts by n-gram lookup (prompt lookup decoding): tokens that followed an earlier occurrence of the newest tokens.
 
-The rule is vLLM's: take the longest n-gram at the end that occurred earlier, and draft the tokens after its first
-occurrence.
+The rule is vLLM's: take the longest n-gram at the end of the tokens that also occurred earlier, and draft the tokens
+after its first occurrence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class NgramRules:
 def may_have_drafts(sampling: SamplingParams) -> bool:
     """Return True if several tokens of a request can be verified in one step.
 
-    The sampler does so only for requests without penalties, constraints on tokens, `min_tokens` and `logprobs`.
+    The sampler verifies several only for requests without penalties, constraints on tokens, `min_tokens` and
+    `logprobs`.
     """
     is_free = not needs_history(sampling) and not forbids_tokens(sampling)
     return is_free and not sampling.logit_bias and sampling.logprobs is None and not sampling.min_tokens
@@ -40,7 +41,7 @@ class NgramIndex:
         self._rules = rules
         self._tokens: list[int] = []
         self._first: list[dict[tuple[int, ...], int]] = [{} for _ in range(rules.max_tokens + 1)]
-        """For each length, the index after the first occurrence of each n-gram that is followed by a token."""
+        """By length and n-gram, the index of the token that follows the first occurrence of the n-gram."""
         self.extend(tokens)
 
     def __len__(self) -> int:

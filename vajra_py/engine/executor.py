@@ -61,8 +61,8 @@ class _Step:
     Attributes:
         entries: by slot, the request whose row the step computes.
         sampled: by slot, the request and output buffer of a row that is sampled.
-        scored: by slot, the output buffer of a request with prompt tokens to score, and the number scored after the
-            step.
+        scored: by slot, the output buffer of a request with prompt tokens to score, and the number of its prompt tokens
+            that are scored once the step has ended.
         drafts: by slot, the drafts to verify.
     """
 
@@ -111,14 +111,14 @@ class EngineExecutor:
         self._ngrams = ngrams
         self._indices: dict[Request, NgramIndex] = {}
         self._proposals: dict[Request, tuple[int, list[int]]] = {}
-        """Drafts of a request, with the number of output tokens after which they follow."""
+        """Number of output tokens of each request when its drafts were looked up, and these drafts."""
         self._withheld: dict[Request, tuple[int, TokenLogprobs | None]] = {}
-        """Sampled tokens that do not count as output unless their request stays on this replica."""
+        """By request, a sampled token that does not count as output unless the request stays on this replica."""
 
     # Called by the mechanism
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """Return the number of tokens after which the request ends, if its submission states it; else None."""
+        """Return the number of output tokens after which the request ends, if its submission states it; else None."""
         return self._submissions[request].num_output_tokens
 
     def num_drafts(self, requests: Sequence[Request], at_most: int) -> Sequence[int]:
@@ -301,7 +301,7 @@ class EngineExecutor:
         return StepResult(tokens, frozenset(stopped), failed, accepted)
 
     def _given(self, request: Request, drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
-        """Accept a verified row, and return its tokens.
+        """Append the tokens of a verified row to the request's output, and return them.
 
         These are the sampled tokens up to and including the first one that differs from its draft or ends the request.
 
@@ -324,7 +324,7 @@ class EngineExecutor:
     def _add_same_pool(
         self, pool: DecodePool, last: _PoolRows, memory: KvMemory, changes: _Changes, step: _Step
     ) -> None:
-        """Add the members of the last step's pool; only members that took a block are examined."""
+        """Add the members of the last step's pool; only members that began a new block are examined."""
         for request in pool.began_blocks():
             self._send_table(request, self._rows[request], memory, changes)
         changes.decodes = last.slots
@@ -433,7 +433,7 @@ class EngineExecutor:
         return row
 
     def _send_sampler(self, request: Request, row: _Row, group: int, changes: _Changes) -> None:
-        """Resend a request's sampling state if another group, which has not seen its tokens, samples from now on."""
+        """Resend a request's sampling state if another group, which lacks its earlier tokens, samples from now on."""
         if row.sampling_group not in (None, group):
             self._freed.append(row.slot)
             changes.new.append(self._new_row(request, row.slot))

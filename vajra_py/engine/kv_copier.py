@@ -43,7 +43,7 @@ class KvCopier:
     """Makes the copies of one runner. All methods but `close` are called by the thread that computes its steps."""
 
     def __init__(self, runner: ModelRunner, notify: Callable[[KvMove, Exception | None], None]) -> None:
-        """`notify` is called in the copying thread when a copy has ended, with its error or None."""
+        """`notify` is called in the copying thread when a copy has ended, with the copy and its error, or None."""
         self._runner = runner
         self._notify = notify
         self._changed = threading.Condition()
@@ -52,7 +52,7 @@ class KvCopier:
         self._is_closed = False
 
     def begin(self, move: KvMove) -> None:
-        """Queue a copy behind earlier ones of its direction, concurrent with later steps.
+        """Queue a copy behind earlier ones of its direction; later steps wait for it only if they overwrite its blocks.
 
         Raises `ExecutorError` after a failed copy.
         """
@@ -109,7 +109,7 @@ class KvCopier:
                 raise ExecutorError("the worker has been closed")
 
     def _go_on(self, lane: _Lane) -> None:
-        """Start the queued copies of this direction."""
+        """Start the thread that makes the queued copies of this direction, unless it runs already."""
         if lane.thread is None:
             lane.thread = threading.Thread(target=self._work, args=(lane,), name=lane.name, daemon=True)
             lane.thread.start()

@@ -7,7 +7,7 @@ with steps (`kv_copier`).
 
 Invariants:
     - Ranks with the same number hold the same part of the model at both ends, so block contents have the same layout.
-    - An unused buffer is freed with its last reference.
+    - A buffer that is never copied into a target is freed with its last reference.
 """
 
 from __future__ import annotations

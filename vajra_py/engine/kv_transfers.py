@@ -24,10 +24,10 @@ class _UnderWay:
 
 
 class KvTransfers:
-    """Transfers in flight. The source's worker copies first, then the target's; the controller passes the buffer on."""
+    """Transfers in flight. The source's worker copies its blocks into a buffer that is sent to the target's worker."""
 
     def __init__(self, notify: Callable[[KvImported], None]) -> None:
-        """`notify` is called with the message for a transfer that ends without copying."""
+        """`notify` is called with the message that ends a transfer of no blocks."""
         self._notify = notify
         self._under_way: dict[tuple[str, int], _UnderWay] = {}
 
@@ -49,13 +49,13 @@ class KvTransfers:
     def cancel(self, transfer: Transfer[EngineReplica]) -> None:
         """Forget a transfer: a buffer that still arrives from its source is dropped.
 
-        If the buffer was already sent to the target's worker, it is copied before any later step, so that such a step
+        If the buffer was already sent to the target's worker, it is copied before any later step, so that a later step
         may reuse the target blocks.
         """
         self._under_way.pop(_key(transfer), None)  # absent if the transfer ended in this turn of the loop
 
     def exported(self, news: KvExported) -> None:
-        """Pass on the buffer from a source's worker, unless the transfer was cancelled."""
+        """Pass the buffer of a source's worker to the target's worker, unless the transfer was cancelled."""
         one = self._under_way.get((news.replica[0], news.number))
         if one is not None:
             target = one.transfer.target

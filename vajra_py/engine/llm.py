@@ -138,7 +138,7 @@ class LLM(EngineClient):
         n: int = 1,
         facts: StatedFacts | None = None,
     ) -> list[RequestOutput]:
-        """Return answers to a conversation, formatted by the model's chat template. Raises like `generate`."""
+        """Format a conversation by the model's chat template, and return `n` answers. Raises like `generate`."""
         return self.generate([self._requests.chat(messages)], params, n=n, facts=facts)
 
     def swap_policy(

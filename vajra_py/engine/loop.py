@@ -82,7 +82,7 @@ class EngineLoop(Backend[EngineReplica]):
         self.on_ended: Callable[[Submission, Request, EndReason], None] | None = None
         """Called for every request that ended, before the request's own `on_progress`."""
         self.on_formed: Callable[[str, float], None] | None = None
-        """Called after a step was formed, with its replicaset and the seconds that forming it took."""
+        """Called after a step was formed, with the name of the step's replicaset and the seconds that forming took."""
         self.last_loss = ""
         """Reason for the last failure of a replica."""
         self.failed: str | None = None
@@ -121,7 +121,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._outages = Outages(controller, self._replicas, options.wait_s)
         self._stops = False
         self._stalled_at = -1
-        """Number of steps when it was last logged that requests make no progress."""
+        """Value of `num_steps` when it was last logged that requests make no progress."""
         self._submissions: dict[Request, Submission] = {}
 
     @property
@@ -235,7 +235,7 @@ class EngineLoop(Backend[EngineReplica]):
 
     @property
     def _awaits_tiers(self) -> bool:
-        """True if a copy between memory tiers is in flight for which unfinished requests may wait."""
+        """True if unfinished requests may wait for a copy between memory tiers that is in flight."""
         return len(self._tier_copies) > 0 and self.controller.num_alive > 0
 
     @property
@@ -268,7 +268,7 @@ class EngineLoop(Backend[EngineReplica]):
             self._stops = True
 
     def _waits_for_others(self) -> bool:
-        """Return True if requests may still arrive although nothing is in flight.
+        """Return True on a server, since requests may still arrive although nothing is in flight; else False.
 
         Raises `PolicyError` if requests are left and none will arrive.
         """

@@ -1,4 +1,4 @@
-"""Track outages: times in which a replicaset's replicas that are up cannot serve requests to their end.
+"""Track outages: periods in which those replicas of a replicaset that are up cannot serve a request to its end.
 
 Without pools, no replica is up in an outage; with pools, replicas may be up, but only for prefill or only for decoding.
 """
@@ -17,13 +17,13 @@ class Outages:
     """Lost replicas of an engine that are being restarted, and replicasets whose requests wait for them."""
 
     def __init__(self, controller: Controller, replicas: Mapping[ReplicaKey, EngineReplica], wait_s: float) -> None:
-        """`wait_s`: longest time in an outage that requests wait for replicas that are being restarted, in seconds."""
+        """`wait_s`: longest time, in seconds, that requests wait in an outage for replicas that are being restarted."""
         self._controller = controller
         self._replicas = replicas
         self._wait_ticks = to_ticks(wait_s)
         self.restarting: set[ReplicaKey] = set()
         self._ends: dict[str, int] = {}
-        """Tick until which the requests of a replicaset wait."""
+        """By replicaset with an outage, the tick until which its requests wait."""
 
     def could_serve(self, replicaset: str) -> bool:
         """Return True if the replicas that are up or being restarted could serve a request to its end."""

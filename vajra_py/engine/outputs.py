@@ -109,7 +109,7 @@ class OutputBuffer:
                 self._text += found
 
     def finish(self) -> None:
-        """End the output and release the text that was held back."""
+        """Mark the output as complete; `text` then includes the text that was held back."""
         self._is_done = True
 
 
@@ -122,7 +122,7 @@ def detokenize(outputs: Iterable[OutputBuffer]) -> None:
 
 
 OnProgress: TypeAlias = Callable[["Submission", Request, EndReason | None], None]
-"""Function called with the reason when a request has ended, and with None after a step that gave it a token."""
+"""Function called when a request has ended, with the reason, and after a step that gave it a token, with None."""
 
 
 @dataclass(eq=False, slots=True)
@@ -137,7 +137,7 @@ class Submission:
         content: segments that identify the prompt in the prefix cache; None: the tokens identify it.
         shares: True if the prompt's blocks may be shared with other requests.
         salt: requests share prefixes only if they have the same salt; None: the settings determine the salt.
-        num_output_tokens: number of tokens after which the request ends, if that is known beforehand.
+        num_output_tokens: number of output tokens after which the request ends; None: not known beforehand.
         sent_at: tick when the client sent the request; None: the tick when the loop submits it.
         on_progress: called at the request's end and, if `follows_steps`, after each step that gave it a token.
         follows_steps: True to call `on_progress` after steps too, with the text decoded; False: at the end only.

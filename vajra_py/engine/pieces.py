@@ -21,7 +21,7 @@ _SENTENCE_PIECE = [
     {"type": "ByteFallback"},
     {"type": "Fuse"},
 ]
-"""Decoders of SentencePiece vocabularies; some vocabularies have a last one that strips blanks."""
+"""Parts of the decoder of SentencePiece vocabularies; some decoders have a fourth part, which strips blanks."""
 
 
 def piece_reader(tokenizer: Any, *, keeps_special: bool = False) -> Callable[[int], bytes | None]:
@@ -89,7 +89,7 @@ def _decoders(decoder: Any) -> Iterator[dict[str, Any]]:
 
 
 def _byte_level(name: str) -> bytes:
-    """Return the bytes of a token of a byte-level vocabulary; added tokens are encoded as they are written."""
+    """Return the bytes of a token of a byte-level vocabulary; the name of an added token is encoded as UTF-8."""
     values = byte_values()
     if all(character in values for character in name):
         return bytes(values[character] for character in name)
@@ -115,7 +115,7 @@ class CharacterCounter:
         self._num_whole = 0
 
     def add(self, piece: bytes) -> int:
-        """Add a piece; return the index of the character that its first byte belongs to."""
+        """Add a piece; return the index of the character that the first byte of the piece belongs to."""
         place = self._num_whole
         if piece:
             had_part = bool(self._decoder.getstate()[0])

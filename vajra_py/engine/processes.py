@@ -61,7 +61,7 @@ _SENT_APART = True
 """Placeholder for a buffer whose descriptor follows its message."""
 _JOIN_S = 10.0
 _CLOSE_S = 2.0
-"""Seconds that processes get to end by themselves, and then again after they are killed."""
+"""Seconds for which `close` waits for processes to end by themselves, and again after killing them."""
 
 
 def serve_steps(

@@ -35,7 +35,7 @@ class Prompt:
 
 
 class PromptMaker:
-    """Maker of the prompts of one run."""
+    """Makes the prompts of one run."""
 
     def __init__(self, seed: int, vocab_size: int, outputs: Mapping[str, Sequence[int]]) -> None:
         self._outputs = outputs

@@ -79,7 +79,7 @@ class RankAnswers:
                 yield KvExported(self._replica, answer.number, [parts[one].part for one in range(len(parts))])
 
     def _joined(self, answers: Sequence[StepOutput]) -> StepOutput:
-        """Return the output of a step; its duration is the sum over stages of the longest duration of a group."""
+        """Return the output of a step; its duration is the sum over stages of the longest duration among the groups."""
         options = self._options
         stages, groups = range(options.pipeline_stages), range(options.kv_groups)
         if len(stages) == len(groups) == 1:

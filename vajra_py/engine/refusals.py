@@ -41,7 +41,7 @@ def check_scaling(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> 
 
 
 def check_pools(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-    """Return a problem for each pool, for a backend whose replicas cannot move KV."""
+    """Return a problem for each replicaset with named pools, for a backend whose replicas cannot move KV."""
     problems = []
     for name, one in replicasets.items():
         if one.pools:

@@ -86,7 +86,8 @@ class EngineReplica(BackendReplica):
         num_stale: number of outstanding answers to cancelled steps.
         compute_s: total time of its steps on the device, in seconds.
         busy_ticks: total time from forming steps to processing their results, in ticks.
-        exports: copies that wait until all parts of the steps in flight, which may write the KV to copy, are submitted.
+        exports: copies out of the worker's memory that wait until all parts of the steps in flight are submitted, since
+            these may write the KV to copy.
     """
 
     executor: EngineExecutor
@@ -120,11 +121,11 @@ class EngineReplica(BackendReplica):
             self._copy_kv(self.exports.popleft())
 
     def import_kv(self, copy: KvImport) -> None:
-        """Copy KV into blocks of the worker that no step in flight uses."""
+        """Copy KV into blocks of the worker; no step in flight may use these blocks."""
         self._copy_kv(copy)
 
     def load_adapter(self, load: LoadAdapter) -> None:
-        """Copy an adapter into a slot of the worker that no step in flight uses."""
+        """Copy an adapter into a slot of the worker; no step in flight may use this slot."""
         if self.watch is not None:
             self.watch.begin_copy((self.replica.replicaset, self.replica.replica_id))
         self.worker.load_adapter(load)

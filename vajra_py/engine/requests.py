@@ -147,7 +147,7 @@ class RequestMaker:
     def make(
         self, prompt: Prompt, params: SamplingParams, where: str = "prompt", stated: StatedFacts | None = None
     ) -> Submission:
-        """Create one submission; `stated` holds the request's facts other than its lengths. Raises `ConfigError`."""
+        """Create one submission; `stated`: facts of the request other than its lengths. Raises `ConfigError`."""
         engine, tokenizer = self._engine, self._tokenizer
         check_sampling(params, "sampling", engine.vocab_size)
         if params.bad_words:

@@ -33,7 +33,7 @@ from vajra_py.errors import ExecutorError
 
 _log = logging.getLogger(__name__)
 _FACTOR = 10.0
-"""Limit of a step, as a multiple of the longest step seen."""
+"""Time limit of a step, as a multiple of the longest duration of an earlier step."""
 _FLOOR_S = {"cpu": 10.0}
 _DEVICE_FLOOR_S = 60.0
 """Minimum time limit of a step on a GPU, in seconds: machines stall now and then, and libraries compile kernels on
@@ -46,7 +46,8 @@ _FIRST_AGAIN_S = 60.0
 """Minimum time limit of a worker's first steps if earlier workers of the replica have computed more than `_NUM_FIRST`
 steps, in seconds."""
 _LOADING_FACTOR, _LOADING_FLOOR_S = 10.0, 300.0
-"""Time limit for reloading a worker: factor over the time that the first workers took, and minimum in seconds."""
+"""Time limit for reloading a worker: multiple of the time that loading the first workers took, but at least as many
+seconds as the second value."""
 _PAUSE_S = 0.25
 
 
@@ -74,8 +75,8 @@ class StepTimes:
     def allowed_s(self, num_tokens: int, num_before: int) -> float:
         """Return the limit in seconds of a step of `num_tokens` tokens, after `num_before` steps of its worker.
 
-        For a step with more tokens than all earlier ones, the limit grows in proportion to the number of tokens, or, up
-        to ten minutes, with its square, as the time of attention does.
+        For a step with more tokens than all earlier ones, the limit grows with the square of the number of tokens, as
+        the time of attention does; above ten minutes, it grows only in proportion to the number.
         """
         if self.fixed_s is not None:
             return self.fixed_s
@@ -108,7 +109,7 @@ class _Lane:
         self.num_tokens.append(num_tokens)
 
     def begin(self, now: float) -> None:
-        """Start the time limit of the oldest step or copy in flight at `now`."""
+        """Let the time limit of the oldest step or copy in flight start at `now`."""
         self.began_at, self.age_s = now, 0.0
 
 
@@ -143,7 +144,7 @@ class StepWatch:
         self._thread.start()
 
     def watched(self, replica: ReplicaKey, worker: Worker, deliver: Deliver) -> Deliver:
-        """Watch a new worker of a replica; return the function that it must deliver to instead of `deliver`."""
+        """Watch a new worker of a replica; return the function that the worker must call instead of `deliver`."""
         times = self._times.get(replica)
         if times is None:
             floor_s = _FLOOR_S.get(worker.facts.device, _DEVICE_FLOOR_S)

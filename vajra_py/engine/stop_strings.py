@@ -62,7 +62,7 @@ class StopAutomaton:
                 nodes.append(child)
 
     def step(self, node: int, character: str) -> int:
-        """Return the node after one more character."""
+        """Return the node that is reached from `node` by one more character."""
         while True:
             following = self.edges.get((node, character))
             if following is not None:
@@ -98,8 +98,8 @@ class StopSearch:
     def push(self, text: str, may_stop: bool) -> tuple[str, str | None]:
         """Add text.
 
-        Return the text, held back or new, that can no longer belong to a stop string, and the stop string that ends the
-        text, or None.
+        Return two values: the text, including earlier text that was held back, that can no longer belong to a stop
+        string; and the stop string that ends the text, or None.
 
         With `may_stop`, the text ends before the stop string that begins first; if several begin at the same character,
         the shortest one counts. A stop string that was completed while `may_stop` was False counts if its text is still

@@ -1,8 +1,8 @@
 """Restarts of replicas whose worker is lost: a new worker is loaded after a pause, while the other replicas serve.
 
 Pauses back off exponentially: they double with every restart, up to `LONGEST_PAUSE_S`, and are reset once the replica
-was up for `settled_s`. A replica is restarted any number of times, as long as each start computes a step. Only
-consecutive starts that fail are counted, and after too many of them the replica is given up. The outcome of a restart
+was up for `settled_s`. A replica is restarted any number of times, as long as it computes a step after each start. Only
+consecutive failed starts are counted, and after too many of them the replica is given up. The outcome of a restart
 reaches the loop as a message, so that only the loop's own thread changes its state.
 """
 
@@ -103,8 +103,8 @@ class Supervisor:
     ) -> None:
         """`begin` creates a worker that may still be loading; `finish` waits for it and allocates its KV memory.
 
-        `pause` waits for a number of seconds and returns True if `close` cut it short; `now` is a clock. Both are for
-        tests.
+        `pause` waits for a number of seconds and returns True if `close` cut it short; `now` is a clock. Tests
+        replace these two.
         """
         self._limits = limits
         self._begin = begin

@@ -24,7 +24,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.j
 
 
 class ChatEnd(Enum):
-    """End of a conversation's rendered text."""
+    """Point at which the rendered text of a conversation ends."""
 
     ANSWER = "answer"
     """End where the model's answer begins."""
@@ -228,8 +228,8 @@ class PieceStream:
 class WindowStream:
     """Text stream for tokens that may be decoded differently depending on their neighbours.
 
-    Only the last few tokens are decoded again together with new ones. They begin with the tokens of the last emitted
-    text (at `_prefix`), since a tokenizer may also decode the first token of a sequence differently.
+    Only the last few tokens are decoded again together with new ones, from the tokens of the last emitted text (at
+    `_prefix`) on, since a tokenizer may also decode the first token of a sequence differently.
     """
 
     __slots__ = ("_prefix", "_read", "_token_ids", "_tokenizer")

@@ -165,7 +165,7 @@ def set_passive_omp_wait() -> None:
 
 
 def placed(options: RunnerOptions, ordinal: int) -> RunnerOptions:
-    """Return the options with one of the machine's devices instead of `cuda`: replicas take them in turn."""
+    """Return the options with one of the machine's devices instead of `cuda`: replicas take the devices in turn."""
     if options.device != "cuda":
         return options
     import torch
@@ -175,7 +175,7 @@ def placed(options: RunnerOptions, ordinal: int) -> RunnerOptions:
 
 
 def _run_step(runner: ModelRunner, step: StepInput | LookaheadStep) -> StepOutput:
-    """Run a step on a runner in this process."""
+    """Return the output of a step, computed by a runner in this process."""
     if isinstance(step, StepInput):
         return runner.run(step)
     return cast(LookaheadRunner, runner).run_ahead(step)
@@ -248,7 +248,7 @@ class InlineWorker:
         self._deliver(done)
 
     def _moved(self, move: KvMove, error: Exception | None) -> None:
-        """Deliver the end of a copy; called in the copying thread."""
+        """Deliver the message that a copy has ended; called in the copying thread."""
         assert self._deliver is not None
         self._deliver(self._end_of(move, error))
 
@@ -338,7 +338,7 @@ def load_in_process(
 
 
 def lost(replica: ReplicaKey, what: str) -> str:
-    """Return the message for requests that ended because their replica was lost."""
+    """Return the message for requests that ended because their replica was lost; `what`: the reason of the loss."""
     return f"replica {replica[1]} of {replica[0]} failed: {what}"
 
 

@@ -108,7 +108,7 @@ def check_situations(
 
 
 def _require_same_again(run: Callable[[], object], packages: set[str], otherwise: str) -> None:
-    """Raise `AssertionError` unless a second run returns the same; clocks and unseeded random numbers raise in it."""
+    """Raise `AssertionError` unless a second run returns the same; in it, clocks and unseeded random numbers raise."""
     first = run()
     violations: list[str] = []
     try:

@@ -334,7 +334,7 @@ def _declares_that_it_needs_slack(subject: Subject) -> None:
 
 
 def _preempts_for_somebody(subject: Subject) -> None:
-    """Warn of preemptions with memory to spare, after which no other request takes the victim's place."""
+    """Warn if, despite ample memory, many preemptions are futile: no other request is admitted before the victim."""
     for scenario in scenarios.SCENARIOS:
         if not scenario.is_memory_ample or not subject.suits(scenario):
             continue
@@ -375,9 +375,9 @@ def _works_while_there_is_work(subject: Subject) -> None:
 
 
 def _idle_beside_work(outcome: Outcome, num_replicas: int) -> str | None:
-    """Return the first time at which a replica was idle although it could have worked; None if there is none.
+    """Return a description of a time at which a replica was idle although a request waited; None if there is none.
 
-    With one replica, there is work until all arrived requests have ended; with several, until all have been admitted.
+    With one replica, a request that has arrived counts as waiting until it ends; with several, until it is admitted.
     """
     wanting = []
     for name, _, ended_at, _, _, _, admitted_at in outcome.ends:

@@ -35,7 +35,7 @@ def uncalled_methods(policy: Any, hooks: frozenset[str]) -> list[str]:
 
 
 def attributes_read_in(package: str) -> frozenset[str]:
-    """Return the names of all attributes that functions in a package's loaded modules (or in one module) read.
+    """Return the names of all attributes that functions in the loaded modules of a package (or in one module) read.
 
     Text constants are included, since `getattr` may use them.
     """
@@ -51,7 +51,7 @@ def attributes_read_in(package: str) -> frozenset[str]:
 
 
 def _codes_of(members: Mapping[str, Any], module: str) -> Iterator[CodeType]:
-    """Yield the code of every function and method among `members` that the module defines, with inner functions."""
+    """Yield the code of functions and methods among `members` that `module` defines, and of functions inside them."""
     for value in list(members.values()):
         function = getattr(value, "__func__", value)
         if isinstance(function, FunctionType) and function.__module__ == module:
@@ -107,7 +107,7 @@ def _kept(policies: Iterable[Any], ids: set[str]) -> set[str]:
 
 
 def _on_the_class(kind: type) -> Iterator[Any]:
-    """Yield the attributes of a policy's own classes, without methods."""
+    """Yield the class attributes, without methods, of a policy's class and of its base classes in the same package."""
     package = kind.__module__.partition(".")[0]
     for one in kind.__mro__:
         if one.__module__.partition(".")[0] == package:
@@ -125,7 +125,7 @@ def _within(value: Any) -> Sequence[Any]:
 
 
 def _is_entered(value: Any) -> bool:
-    """Return True if a value may belong to a policy rather than to the mechanism."""
+    """Return True if references from a value are followed: it may belong to a policy rather than to the mechanism."""
     if isinstance(value, _NOT_ENTERED):
         return False
     is_framework = type(value).__module__.partition(".")[0] == "vajra_py"

@@ -95,17 +95,17 @@ class HarnessOptions:
     """True if admission allocates blocks for the whole known sequence; False: only for the first step's tokens."""
     prefix_cache: PrefixCacheOptions | None = None
     cache_at_schedule: bool = True
-    """True if a full block can be hit once its step is formed; False: once the step has ended."""
+    """True if a full block can be hit once the step that fills it is formed; False: once that step has ended."""
     reserves_growth: bool = False
     """True if blocks for growing decodes are first reserved by number, and added to block tables later, as in a
     simulation."""
     holds_ended_slots: bool = False
     """True if a request that ends keeps its slot and blocks for one more step, as with async scheduling."""
     latency: LatencyModel = field(default_factory=_affine)
-    """Latency model for both policies and clock; by default 5 ms per step plus 0.1 ms per token."""
+    """Latency model for both the policies and the clock; by default 5 ms per step plus 0.1 ms per token."""
     output_lengths: OutputLengthPredictor = field(default_factory=NoLengths)
     adapters: AdaptersConfig | None = None
-    """LoRA adapters of each replica, whose slots take no memory here; None: no adapters."""
+    """LoRA adapters of each replica; their slots take no memory here. None: no adapters."""
     drafts: DraftRules | None = None
     """Rules for drafts; None: no drafts."""
     acceptance: AcceptanceModel | None = None
@@ -449,7 +449,7 @@ class Harness:
     # Driven by the simulator
 
     def simulator(self, options: SimulationOptions) -> Simulator:
-        """Return a simulator of these replicas with the given options, which starts at time 0; for a single run."""
+        """Return a simulator of these replicas with the given options. It starts at time 0 and can be run once."""
         return Simulator(self.controller, self._executor, self._timer_of, options)
 
     def run(self, workload: Iterable[RequestSpec]) -> Sequence[Step]:

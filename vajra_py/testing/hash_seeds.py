@@ -30,7 +30,7 @@ TIMEOUT_S = 300.0
 
 _SCENARIOS = (scenarios.LIGHT, scenarios.STARVED, scenarios.SHARED_PREFIXES)
 _MANY_REPLICAS = {Layer.REQUEST_PRIORITIZER: 2, Layer.REPLICASET_SCHEDULER: 5, Layer.REPLICA_SCHEDULER: 1}
-"""Number of replicas by layer; many for replicaset schedulers, which may iterate over sets of replicas."""
+"""Number of replicas, by layer under test; many for replicaset schedulers: they may iterate over sets of replicas."""
 
 _CHILD = "import sys; from vajra_py.testing.hash_seeds import _child; _child(sys.argv[1], sys.argv[2])"
 

@@ -35,7 +35,7 @@ class GroupWatch:
         return name
 
     def group_key(self, group: str) -> Key:
-        """Return the group's key, and check that no key of a group has fallen without being declared to fall."""
+        """Return the group's key, and check that no group's key has fallen unless the policy has declared the fall."""
         for request in [one for one in self.names if one.end_reason is not None]:
             del self.names[request]
         waiting = {name for request, name in self.names.items() if not request.is_resident}
@@ -117,7 +117,7 @@ class KeyWatch:
             self._note(request, now)
 
     def _compare_epoch(self, request: RequestView, at: float, key: Key) -> None:
-        """Check that the key of a waiting request without progress has not moved within an epoch."""
+        """Check that the key of a waiting request that made no progress has not moved within an epoch."""
         if request.is_resident:
             return
         state = (self.policy.key_epoch(), _progress_of(request))
@@ -156,7 +156,7 @@ class KeyWatch:
         return (epoch, request.prefix_hit_tokens(), request.is_resident, *_progress_of(request))
 
     def _compare_hits(self, request: RequestView, at: float, key: Key) -> None:
-        """Check that a waiting request's key has not moved before the declared time, if hits and progress are equal."""
+        """Check that, without new hits or progress, a waiting request's key has not moved before the declared time."""
         state, before, moves_at = self.by_hits.get(request, (None, key, None))
         if request.is_resident or state != self._hit_state(request) or (moves_at is not None and moves_at <= at):
             return

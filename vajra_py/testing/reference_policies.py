@@ -43,7 +43,7 @@ class ByArrivalInTime(ByArrival):
 
 
 class BySlack:
-    """Least relative slack first; keys of requests may change their order over time."""
+    """Least relative slack first; the order of requests may change over time."""
 
     key_motion = KeyMotion.TIME_LINEAR
 
@@ -77,7 +77,7 @@ class BySlack:
 
 
 def by_slack(context: PolicyContext) -> BySlack:
-    """Build `BySlack` with a replicaset's services."""
+    """Build `BySlack` with the services of a replicaset."""
     return BySlack(context.prefill_time)
 
 

@@ -70,7 +70,7 @@ class _Watched:
         self._inner = inner
         self._follows_release = follows_release
         self._read: dict[CachedBlock, tuple[Any, Any]] = {}
-        """Facts and key of each block at the last reading of its key."""
+        """Facts and key (or line) of each block, as of the last time that its key (or line) was read."""
         self.key_motion = inner.key_motion
         for name in RETENTION_OPTIONS:
             if getattr(inner, name, None) is not None and name not in vars(type(self)):
@@ -135,7 +135,7 @@ class _Seen(Observer):
 
 
 def _run(spec: RetentionSpec, params: Mapping[str, Any], settings: Mapping[str, Any]) -> Kept:
-    """Simulate conversations. Raises if the policy breaks the contract."""
+    """Simulate conversations; return evictions and prefix hits. Raises if the policy breaks the contract."""
 
     def build(config: Any, context: PolicyContext) -> Any:
         policy = spec.build(config, context)

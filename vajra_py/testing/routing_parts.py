@@ -102,9 +102,11 @@ class PartProbe:
                 setattr(self, name, _notify_all(methods))
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica with the highest score, one kept by the filter, or the picked one; None if none is up.
+        """Return a replica that is up, chosen with the help of the part; None if none is up.
 
-        If a decider disaggregates the request, return the last replica; in all other cases, the next one in turn.
+        With a scorer, it is the replica with the highest score; with a filter, one that the filter keeps; with a
+        picker, the one picked; with a decider, the last one if the request is disaggregated. In all other cases, it is
+        the next replica in turn.
         """
         up = [one for one in replicas if one.is_up]
         if not up:

@@ -50,7 +50,7 @@ def check_scaler(
 
 @dataclass
 class _Watched:
-    """Wrapper of a scaler that records its targets, and checks that it does not change its views."""
+    """Wrapper that records the targets of a scaler, and checks that the scaler does not change its views."""
 
     inner: Any
     asked: list[Asked] = field(default_factory=list)

@@ -147,7 +147,7 @@ class Rules:
     """True if every decision is recorded; the simulator then forms every step separately."""
     fast_forward: bool = True
     check_every_step: bool = True
-    """True if it is checked after every step that no request and no block is lost; False: only at the end."""
+    """True to check after every step that no request and no block is lost; False: only at the end."""
     policy_timeout_s: float | None = None
     """Real seconds after which a policy call counts as a violation of the contract; None: no limit."""
 
@@ -287,12 +287,12 @@ def _of_programs(stream: np.random.Generator, num_replicas: int) -> list[Request
 
 
 def _loop(length: int) -> list[tuple[int, ...]]:
-    """Return the parents of each call in a sequence of calls."""
+    """Return the indices of the parents of each call, for calls that follow one another."""
     return [() if index == 0 else (index - 1,) for index in range(length)]
 
 
 def _fork_and_join(width: int) -> list[tuple[int, ...]]:
-    """Return the parents of each call in a fork: one call, parallel calls, and a call that joins them."""
+    """Return the indices of the parents of each call, for one call, `width` parallel ones, and one that joins these."""
     return [(), *((0,) for _ in range(width)), tuple(range(1, width + 1))]
 
 
@@ -307,7 +307,7 @@ def _with_adapters(
 
 
 class _InTurn:
-    """Acceptance of 0, 1, 2, … drafts in turn, by the request's number of output tokens."""
+    """Acceptance model: of n drafts, it accepts (number of the request's output tokens) mod (n + 1)."""
 
     max_tokens = None
 

@@ -33,9 +33,9 @@ LOADLESS = frozenset({"replica_id", "is_up"})
 
 
 def interpose(policy: Any, replacements: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return a policy with those members of `policy` that the mechanism reads or calls.
+    """Return an object with those members of `policy` that the mechanism reads or calls.
 
-    Its methods that are in `replacements` are replaced.
+    Methods named in `replacements` are replaced by the functions given there.
     """
     members: dict[str, Any] = {}
     for name in hooks_beside(ADMISSION_METHODS).union(*map(hooks_of, Layer)):
@@ -153,7 +153,7 @@ class StrictViews:
 
 
 class _View:
-    """View of a target that exposes only the public names of a Protocol."""
+    """View that exposes only those members of a target that are public names of a Protocol."""
 
     __slots__ = ("_names", "_target", "_views")
     _what = ""

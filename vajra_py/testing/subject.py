@@ -43,7 +43,7 @@ class Subject:
         return self.spec.build(self.spec.config(**self.params), context)
 
     def suits(self, scenario: Scenario) -> bool:
-        """Return True unless the policy raises `ValueError` when it is built for the scenario's replicas."""
+        """Return False if building the policy for the scenario's replicas raises `ValueError`."""
         try:
             self.build(context_of(scenario))
         except ValueError:

@@ -61,7 +61,7 @@ LoadRunner: TypeAlias = Callable[[RunnerOptions], ModelRunner]
 
 
 def load_runner(options: RunnerOptions) -> ModelRunner:
-    """Load a model on a device and check its weights; KV memory is not allocated yet.
+    """Load a model onto a device and check it; KV memory is not allocated yet.
 
     Raises:
         ConfigError: the model directory is missing or broken, the architecture does not use transformers' attention

@@ -179,7 +179,7 @@ class BatchState:
         self.last_tokens.index_copy_(0, places, last_tokens.index_select(0, places))
 
     def take(self, step: StepInput) -> HostBatch:
-        """Return the step's batch on the host; advance its requests' progress as if it were computed already."""
+        """Return the step's batch on the host; advance its requests' progress as if the step were computed already."""
         order = sorted(range(len(step.chunks)), key=lambda index: self._place(step.chunks[index]))
         chunks = [step.chunks[index] for index in order]
         listed = [*step.decodes, *(chunk.slot for chunk in chunks)]
@@ -238,7 +238,8 @@ class BatchState:
     def _place(self, chunk: Chunk) -> tuple[bool, bool]:
         """Return a chunk's sort key.
 
-        Chunks of requests whose newest tokens this rank holds come first; among equals, chunks of one token do.
+        Chunks of requests whose newest tokens this rank holds precede the others; in both parts, chunks of one token
+        come first.
         """
         is_earlier = self._groups is not None and chunk.groups[-1] != self._groups.own
         return is_earlier, len(chunk.token_ids) > 1

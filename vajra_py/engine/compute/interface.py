@@ -48,8 +48,8 @@ class SamplingParams:
         repetition_penalty: divides positive logits of tokens in the prompt or output, and multiplies negative ones.
         seed: seed of the request's own random stream; None: the controller draws one.
         logprobs: number of most likely tokens to report per token (0: only the sampled one); None: no report.
-        prompt_logprobs: number to report for each prompt token from the second on; None: no report. With a number, the
-            request uses no cached prefix, since cached tokens have no logits.
+        prompt_logprobs: number of most likely tokens to report per prompt token, from the second on; None: no report.
+            With a number, the request uses no cached prefix, since cached tokens have no logits.
         stop: strings that end the request. Enforced by the controller.
         stop_token_ids: tokens that end the request, besides the model's own.
         min_tokens: number of output tokens that must precede a token that ends the request.
@@ -95,7 +95,7 @@ class NewRow:
         seed: seed of its random stream: `sampling.seed`, or a seed that the controller drew.
         prompt_token_ids: the request's prompt; read only if `needs_prompt(sampling)`, may be empty otherwise.
         output_token_ids: output so far, of a request that had a slot before; read only if `needs_outputs(sampling)`.
-        num_output_tokens: number of output tokens so far; always read (`min_tokens`, place in the random stream).
+        num_output_tokens: number of output tokens so far; always read (for `min_tokens` and the random stream).
         adapter: LoRA adapter, which must be loaded whenever the request is computed; empty: the base model.
     """
 
@@ -365,7 +365,7 @@ class ModelFacts:
         dtype: name of the dtype of the computation.
         device: "cpu", or the product name of the GPU.
         forward: "fused" (this package's forward pass) or "transformers".
-        device_ids: names of the devices that the rank, or all ranks of a replica, compute on; devices differ in name.
+        device_ids: globally unique names of the devices that the rank, or all ranks of a replica, compute on.
     """
 
     model_type: str

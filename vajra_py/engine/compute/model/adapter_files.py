@@ -30,7 +30,7 @@ _NEUTRAL = frozenset(
         "target_modules", "task_type", "use_rslora",
     }
 )  # fmt: skip
-"""Keys that are read here or matter for training only; other keys are refused if they have a value."""
+"""Keys of `CONFIG_FILE` that are read here or matter for training only; others are refused unless empty or false."""
 _TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_(A|B)\.weight")
 
 

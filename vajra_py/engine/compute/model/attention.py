@@ -66,7 +66,7 @@ class PagedStep:
 
 @dataclass(slots=True)
 class Probe:
-    """Stand-in for a step that collects the layers' attention parameters."""
+    """Stand-in for a step; it collects the layers' attention parameters."""
 
     layers: dict[int, LayerFacts]
     problem: str | None = None
@@ -77,7 +77,7 @@ _CURRENT: ContextVar[PagedStep | Probe | None] = ContextVar("vajra_paged_step", 
 
 @contextmanager
 def under_way(step: PagedStep | Probe) -> Iterator[None]:
-    """Make `step` the current step of this thread's models, within the context."""
+    """Return a context in which `step` is the current step of this thread's models."""
     token = _CURRENT.set(step)
     try:
         yield
@@ -86,7 +86,7 @@ def under_way(step: PagedStep | Probe) -> Iterator[None]:
 
 
 def register() -> None:
-    """Register both attentions with transformers. May be called again."""
+    """Register the attentions `PLAIN` and `MASKED` with transformers. May be called again."""
     for name in (PLAIN, MASKED):
         AttentionInterface.register(name, _attend)
     AttentionMaskInterface.register(MASKED, _mask)
@@ -104,7 +104,7 @@ def _attend(
     attention_mask: torch.Tensor | MaskSpec | None = None,
     **asked: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write key and value [1, Hkv, T, D]; return attention [1, T, Hq, Dv] of query [1, Hq, T, D] over the paged KV."""
+    """Write key and value [1, Hkv, T, D] into the paged KV; return attention [1, T, Hq, Dv] of query [1, Hq, T, D]."""
     window = asked.get("sliding_window")
     if window is None and isinstance(attention_mask, MaskSpec):
         window = attention_mask.window

@@ -23,7 +23,7 @@ class Forward(Protocol):
 
     name: str
     has_head: bool
-    """True if the pass computes logits; a pipeline stage that is not the last returns [0, vocab] instead."""
+    """True if the pass returns logits; a pipeline stage that is not the last returns an empty tensor [0, vocab]."""
 
     def __call__(
         self,
@@ -37,7 +37,7 @@ class Forward(Protocol):
 
 
 class TransformersForward:
-    """Forward pass of the model's own modules, with attention replaced."""
+    """Forward pass of the model's own modules, with paged attention in place of theirs."""
 
     name = "transformers"
     has_head = True

@@ -341,7 +341,7 @@ class _Builder:
 
 
 def _heads(facts: LayerFacts, rope: Rope) -> list[Part]:
-    """Return the parts of a layer's merged product before attention."""
+    """Return the parts (Q, K, V) of a layer's merged product before attention."""
 
     def reorder(rows: torch.Tensor) -> torch.Tensor:
         return rope.reorder(rows, facts.key_dim)

@@ -77,7 +77,7 @@ def can_pack(weight: torch.Tensor) -> bool:
 class Norm:
     """Root-mean-square norm over the last dimension, times a weight unless the weight is folded into the next product.
 
-    A weight of a wider dtype than its input (Gemma's in half precision) is applied before rounding. On a CPU, half
+    A weight of a wider dtype than the input (Gemma's in half precision) is applied before rounding. On a CPU, half
     precision is converted once, computed in place in float32 and rounded once, in fewer passes than torch's function
     needs.
     """
@@ -155,7 +155,7 @@ class Norm:
 
 
 class Rope:
-    """Rotary embedding of one layer type. As a complex product it is computed in float32, in place if x is float32."""
+    """Rotary embedding of one layer type. Complex products are computed in float32, and in place on a float32 input."""
 
     __slots__ = ("_tables", "dim", "is_complex", "kind", "rotary_dim")
 

@@ -143,7 +143,7 @@ def _count_elements(file: Path) -> int:
 def read_tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """Return the tensor shapes of a safetensors file by name.
 
-    Raises `ConfigError` if its header does not match its size.
+    Raises `ConfigError` if the header is broken or does not match the file's size.
     """
     try:
         size = file.stat().st_size

@@ -1,7 +1,7 @@
 """Attention of requests whose KV is spread over KV-parallel groups.
 
 Every group that holds some of a request's KV computes the request's new tokens and attends over its own part of the KV.
-In each layer these groups exchange their results with the log-sum-exps of the scores, and each group merges all results
+In each layer these groups exchange their results and the log-sum-exps of the scores, and each group merges all results
 (Medha, arXiv 2409.17264, section 4). Attention of requests within one group is unchanged, and groups without a common
 request exchange nothing.
 
@@ -22,7 +22,7 @@ from vajra_kernels import AttentionMetadata, merge_partials, paged_attention, wr
 
 
 class GroupLinks:
-    """A rank's KV-parallel group, and the ranks in other groups that have the same layers."""
+    """A rank's KV-parallel group, and the ranks of other groups with the same stage and tensor-parallel rank."""
 
     __slots__ = ("_parallel", "group_tokens", "own", "ranks")
 
@@ -31,7 +31,8 @@ class GroupLinks:
     ) -> None:
         """Create the links.
 
-        `ranks` are listed by group, including this rank's own; `parallel` is the process group of all these ranks.
+        `ranks`: the corresponding rank of each group, with this rank among them; `parallel`: process group of all these
+        ranks.
         """
         self.own = own
         self.group_tokens = group_tokens
@@ -49,7 +50,7 @@ class Exchange:
 
     Attributes:
         group: number of the other group.
-        rank: rank of the other group to exchange with.
+        rank: rank in the other group to exchange results with.
         rows: indices of the rows in the flattened batch, int64 [E], in the same order on both sides.
         places: indices of these rows among all rows that this group shares with others, int64 [E].
     """

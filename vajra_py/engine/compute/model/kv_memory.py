@@ -45,7 +45,7 @@ class KvMemory:
         self.num_blocks, self.num_host_blocks, block_size = sizes
         self._device: list[torch.Tensor] = []
         self.caches: list[tuple[torch.Tensor, torch.Tensor]] = [()] * len(layers)  # type: ignore[list-item]
-        """Each layer's (K, V), [num_blocks, block_size, Hkv, D]."""
+        """Each layer's (K, V), [num_blocks + num_spare_blocks, block_size, Hkv, D]."""
         for shape, members in _by_shape(layers).items():
             num_kv_heads, key_dim, value_dim = shape
             keys, values = self._stacked(len(members), (block_size, num_kv_heads, key_dim), dtype, device)
@@ -63,7 +63,7 @@ class KvMemory:
         return allocate_kv_cache(num_layers, self.num_blocks + self.num_spare_blocks, block_shape, dtype, device)
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy spare blocks into requests' blocks on the device, given as (spare block, block) pairs."""
+        """Copy spare blocks into blocks of requests on the device; `pairs`: (spare block, block of the request)."""
         if not pairs:
             return
         for source, target in pairs:
@@ -80,7 +80,7 @@ class KvMemory:
         return sum(words.shape[0] * words.shape[2] for words in stacks) * WORD_BYTES
 
     def export_blocks(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
-        """Copy these blocks into a buffer of `block_bytes` per block: first K, then V, for each shape of layers."""
+        """Copy blocks into a buffer of `block_bytes` per block: for each KV shape, first K of its layers, then V."""
         for words, part, ids in self._parts(block_ids, buffer):
             if words.device.type == "cpu":
                 torch.index_select(words, 1, ids, out=part)
@@ -95,7 +95,9 @@ class KvMemory:
     def _parts(
         self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield (words of a cache, its part of the buffer as [layers, blocks, words], block ids)."""
+        """Yield (32-bit words [layers, all blocks, words] of the K or V of one KV shape, their part of the buffer
+        [layers, len(block_ids), words], `block_ids` as a tensor).
+        """
         if buffer.size != len(block_ids) * self.block_bytes:
             message = f"KV copy: got {buffer.size} bytes for {len(block_ids)} blocks of {self.block_bytes} bytes"
             raise ExecutorError(f"{message}. Both ends have the same model, dtype and block size.")
@@ -112,7 +114,7 @@ class KvMemory:
             start = end
 
     def warm_up(self) -> None:
-        """Copy an unused block each way, so that the kernels of copies are compiled."""
+        """Copy block 0 each way before any block is used, so that the kernels of copies are compiled."""
         if self._swap is not None:
             self._swap.to_host([(0, 0)])
             self._swap.to_device([(0, 0)])

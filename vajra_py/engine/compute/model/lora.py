@@ -49,13 +49,13 @@ class Part:
 
 @dataclass(slots=True)
 class StepRows:
-    """Groups of the rows that the current forward pass computes, shared by all products."""
+    """The rows that the current forward pass computes, grouped by adapter; shared by all products."""
 
     groups: RowGroups = field(default_factory=list)
 
 
 class AdaptedProduct(Product):
-    """A product of one or more modules, plus the adapters' terms for its rows."""
+    """A product of one or more merged modules, to which the terms of the rows' adapters are added."""
 
     __slots__ = ("_first", "_parts", "_rank", "_rows", "_second")
 
@@ -241,13 +241,13 @@ class AdapterSlots:
 
 
 def _columns(parts: Sequence[Part]) -> list[tuple[Part, slice]]:
-    """Return the modules of a product with their columns of the result."""
+    """Return each module of a product, with its columns in the product's result."""
     ends = np.cumsum([part.num_outputs for part in parts]).tolist()
     return [(part, slice(end - part.num_outputs, end)) for part, end in zip(parts, ends, strict=True)]
 
 
 def _grouped(slots: npt.NDArray[np.int64]) -> RowGroups:
-    """Return the rows of each slot that has rows."""
+    """Return the rows of each adapter slot; `slots`: adapter slot of each row."""
     groups: RowGroups = []
     for slot in np.unique(slots[slots != _NO_ADAPTER]).tolist():
         rows = np.flatnonzero(slots == slot)

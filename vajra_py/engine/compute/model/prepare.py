@@ -135,7 +135,7 @@ def _check_windows(loaded: LoadedModel, layers: list[LayerFacts], group_tokens: 
 
 
 def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) -> list[LayerFacts]:
-    """Check transformers' modules with paged attention, and return the facts of the layers as checked.
+    """Check transformers' modules with paged attention, and return the layers' facts under the attention that passed.
 
     If the check fails, the attention that reads windows from the mask is tried. Raises `ConfigError` if both fail.
     """
@@ -157,7 +157,7 @@ def _check_modules(loaded: LoadedModel, layers: list[LayerFacts], where: str) ->
 
 
 def _masked(model: Any, where: str) -> list[LayerFacts]:
-    """Return the layers' facts after selecting the attention that reads masks.
+    """Select the attention that reads windows from the mask, and return the layers' facts.
 
     Some models specify their window in the mask only.
     """
@@ -173,7 +173,7 @@ def _fuse(
     device: torch.device,
     adapters: AdapterSlots | None = None,
 ) -> tuple[Forward | None, str | None]:
-    """Return (fused forward pass, None), or (None, description of its fault)."""
+    """Return (fused forward pass, None), or (None, description of why it cannot be used)."""
     check = SelfCheck(loaded, layers) if checks else None
     local = ranks.own_layers(layers)
     try:
@@ -192,7 +192,7 @@ def _fuse(
 
 
 def _count(model: torch.nn.Module) -> tuple[int, int]:
-    """Return the number of parameters and their bytes."""
+    """Return (number of parameters, bytes that they take)."""
     parameters = list(model.parameters())
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     return sum(parameter.numel() for parameter in parameters), num_bytes

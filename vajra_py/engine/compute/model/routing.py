@@ -1,12 +1,12 @@
 """Repeat the expert choices of a model's routers from one forward pass in another.
 
-In 16 bits, two correct ways to compute the same hidden states differ by roundings. Where a router scores two experts
-almost equally, a rounding is enough to choose the other expert, and the logits from there on differ by tenths of a
-standard deviation. With equal choices only roundings remain. Leaving out positions with such near ties is no
-alternative: in a model with many layers and many experts, nearly every position has one in some layer.
+In 16 bits, two correct ways to compute the same hidden states differ by rounding errors. Where a router scores two
+experts almost equally, such an error is enough to choose the other expert, and from there on the logits differ by
+tenths of a standard deviation. With equal choices only rounding errors remain. Leaving out positions with such near
+ties is no alternative: in a model with many layers and many experts, nearly every position has one in some layer.
 
 Invariants:
-    - Only the choice is repeated: the scores, and thus the experts' weights, are those of the current pass.
+    - Only the choice is repeated: the scores, and thus the routing weights, are those of the current pass.
     - Routers are identified by their modules, so a pass may cover some of the layers only (pipeline stages).
     - Other threads' models are not touched, and hooks are removed when a pass ends.
 """
@@ -22,8 +22,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _Call = tuple[torch.nn.Module, int, int]
-"""A call of `torch.topk` in a pass: the last module entered, the number of earlier calls in it, and the number of
-experts."""
+"""A call of `torch.topk` in a pass: the last module entered, the number of earlier `topk` calls in this module, and the
+number of experts."""
 
 
 class Routing:

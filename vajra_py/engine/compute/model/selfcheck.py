@@ -3,7 +3,7 @@
 Three ragged sequences go through chunks, a mixed step and decodes over shuffled blocks, and are compared with one
 forward pass over all of them with transformers' plain attention. Windows are narrowed meanwhile, so that even short
 sequences exceed them. Weights are read once for the reference and once for each of the four steps. In a mixture of
-experts every token goes to the experts that the reference chose for it, with expert weights computed by the pass under
+experts every token goes to the experts that the reference chose for it, with routing weights computed by the pass under
 test (see `routing`).
 
 Invariants:
@@ -31,7 +31,7 @@ _WINDOW = 6
 _LENGTHS = (11, 19, 5)
 _BLOCK = 4
 _STEPS = ((7, 1, 5), (1, 9, 0), (2, 8, 0), (1, 1, 0))
-"""Number of tokens of each sequence that each step computes; the steps add up to `_LENGTHS`."""
+"""For each step, the number of tokens that it computes of each sequence; over all steps, they add up to `_LENGTHS`."""
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 """Largest allowed difference, in standard deviations of the logits."""
 _LOCAL_NAMES = ("sliding_window", "attention_chunk_size")
@@ -100,7 +100,7 @@ def _reference(loaded: LoadedModel, routing: Routing) -> list[torch.Tensor]:
 def _paged(
     loaded: LoadedModel, forward: Forward, layers: list[LayerFacts], device: torch.device, routing: Routing
 ) -> list[torch.Tensor]:
-    """Return logits of every position, [length, vocab] per sequence, computed by the steps of `_STEPS`."""
+    """Return the logits of every position, [length, vocab] per sequence, that `forward` computes in `_STEPS`."""
     tokens = [ids.to(device) for ids in _tokens(loaded)]
     tables = [[7, 2, 11], [4, 0, 9, 1, 6], [3, 10]]
     memory = KvMemory(layers, (12, 0, _BLOCK), loaded.dtype, device)

@@ -100,7 +100,7 @@ class Constraints:
         return possible
 
     def count(self, tokens: torch.Tensor, slots: Ints) -> None:
-        """Append an output token, int64 [R], to each of these slots."""
+        """Append one output token to each of these slots; `tokens`: int64 [R]."""
         if not self._sequences:
             return
         for row, slot in enumerate(slots.tolist()):

@@ -30,7 +30,7 @@ class PendingLogprobs:
     ids: torch.Tensor
 
     def result(self) -> list[TokenLogprobs]:
-        """Return the values; the device must have finished computing them."""
+        """Return the log-probabilities; the device must have finished computing them."""
         columns = (self.chosen.tolist(), self.ranks.tolist(), self.values.tolist(), self.ids.tolist())
         return [
             TokenLogprobs(logprob, rank, tuple(zip(best[:count], top[:count], strict=True)))

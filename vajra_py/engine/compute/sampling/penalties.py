@@ -51,11 +51,11 @@ class Histories:
         return self._free.pop()
 
     def remove(self, history: int) -> None:
-        """Release the row."""
+        """Remove the history in this row."""
         self._free.append(history)
 
     def count(self, histories: Ints, tokens: torch.Tensor) -> None:
-        """Append an output token, int64 [R], to each of these histories [R]; histories and tokens of -1 are skipped."""
+        """Append one of `tokens`, int64 [R], to each of `histories` [R]; histories and tokens of -1 are skipped."""
         kept = np.flatnonzero(histories >= 0)
         if not kept.size:
             return

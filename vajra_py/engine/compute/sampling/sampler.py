@@ -41,15 +41,15 @@ NO_TOKEN = -1
 
 @dataclass(slots=True)
 class RowState:
-    """State of the sampler for one slot that is not in its arrays."""
+    """The part of a slot's state that is not in the sampler's arrays."""
 
     sampling: SamplingParams
     ending_tokens: Ints
-    """Ids that must not be sampled before `min_tokens`; empty if `min_tokens` is 0."""
+    """Ids of tokens that must not be sampled before `min_tokens`; empty if `min_tokens` is 0."""
 
 
 class Sampler:
-    """Samples batches of rows by slot."""
+    """Samples the next tokens of batches of rows. The state of each request is kept by slot."""
 
     __slots__ = ("_constraints", "_device", "_eos", "_histories", "_is_plain", "_min_tokens", "_num_outputs", "_parameters", "_rows",
                  "_seeds", "_vocab_size")  # fmt: skip
@@ -117,7 +117,7 @@ class Sampler:
         self._num_outputs[slot] = num_tokens
 
     def undo(self, slots: Sequence[int]) -> None:
-        """Undo one token in each of these slots; their sampling must not depend on their outputs."""
+        """Take back one output token of each of these slots; their sampling must not depend on their outputs."""
         self._num_outputs[list(slots)] -= 1
 
     def sample(
@@ -132,8 +132,8 @@ class Sampler:
         Return the tokens, and the log-probabilities of slots with `logprobs` (None if there are none).
 
         `likeliest` is `likeliest_tokens(logits)` if available; the same tensor is returned if every row is greedy,
-        without penalties, constraints and log-probabilities. `offsets`: number of drafts of the same slot before each
-        row; slots repeat in that case.
+        without penalties, constraints and log-probabilities. `offsets`: with drafts, number of drafts of the
+        same slot before each row; `slots` then contains a slot several times.
         """
         if self._is_plain[slots].all():
             tokens = likeliest_tokens(logits) if likeliest is None else likeliest
@@ -183,7 +183,7 @@ class Sampler:
     def score(self, logits: torch.Tensor, tokens: Sequence[int], slot: int) -> PendingLogprobs:
         """Return the log-probabilities of given tokens [N] under logits [N, vocab].
 
-        The slot's `prompt_logprobs` is the number of most likely tokens to report with each.
+        With each token, as many of the most likely tokens are reported as the slot's `prompt_logprobs` states.
         """
         row = self._rows[slot]
         count = 0 if row is None or row.sampling.prompt_logprobs is None else row.sampling.prompt_logprobs

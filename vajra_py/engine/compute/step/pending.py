@@ -73,7 +73,7 @@ class TorchStep:
 
 @dataclass(frozen=True, slots=True)
 class PendingLookahead:
-    """Decodes submitted before the scheduler decided which of them are needed, with the state that undoes them.
+    """Decodes submitted before the scheduler decided which of them are needed, and the state needed to undo them.
 
     Besides `last_tokens` and the slots' token counts, the decodes change only KV at positions that no request has
     reached; a request that reaches the position overwrites the KV.
@@ -82,7 +82,7 @@ class PendingLookahead:
         pending: the step in flight.
         slots: slots of the decodes.
         last_tokens: copy of the last tokens before the decodes.
-        grown: for each slot that wrote into a spare block, the index of that block in the slot's block table.
+        grown: for each slot that wrote into a spare block, the index of this block's entry in the slot's block table.
     """
 
     pending: PendingStep

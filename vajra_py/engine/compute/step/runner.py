@@ -333,8 +333,8 @@ class TorchRunner:
     def _apart(self, step: StepInput, memory: KvMemory, error: Exception) -> Computed:
         """Compute a failed step row by row; rows that fail on their own are added to the faults.
 
-        Raises an error if the device no longer responds. Raises `error` if all rows fail, two or more of them for the
-        first time, or if a row reads KV that a failed row should have written.
+        Raises an error if the device no longer responds. Raises `error` if all rows fail, at least two of them without
+        a known fault, or if a row reads KV that a failed row should have written.
         """
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
@@ -453,8 +453,8 @@ class TorchRunner:
     def _scored(self, batch: HostBatch, inputs: BatchInputs, memory: KvMemory, scores: Scores) -> torch.Tensor:
         """Return the logits of the sampled rows, and compute log-probabilities of the prompt tokens to score.
 
-        Memory is reserved for the logits of sampled rows only, so those of every token of a long chunk may not fit: the
-        remainder is computed in further passes, which write the same K and V into the same slots.
+        Memory is reserved for the logits of sampled rows only, so the logits of all tokens of a long chunk may not fit:
+        the remainder is computed in further passes, which write the same K and V into the same slots.
         """
         ends = np.cumsum(batch.query_lens)
         starts = ends - batch.query_lens
