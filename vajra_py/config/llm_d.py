@@ -33,7 +33,7 @@ _PRECISE_SCORER, _PRECISE_PRODUCER = "precise-prefix-cache-scorer", "precise-pre
 """Scorer of earlier versions of llm-d, and the producer that was part of this scorer."""
 _IN_PROFILES = (RoutingPartKind.FILTER, RoutingPartKind.SCORER, RoutingPartKind.PICKER)
 _PRODUCER_NAME = "_producer_name"
-"""Suffix of parameters that name a producer."""
+"""Suffix of the names of parameters whose value is a producer's name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class _Written:
 
     place: Place
     places: Mapping[Step, Place]
-    """Places of the values whose origin differs from that of the container."""
+    """Places of the values whose origin differs from the container's origin."""
 
     def place_of(self, step: Step) -> Place:
         """Return the place of the value at a key or index."""

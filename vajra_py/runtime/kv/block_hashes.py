@@ -42,8 +42,8 @@ class BlockHashes(Protocol):
 
     @property
     def num_hashed_tokens(self) -> int:
-        """Number of leading tokens whose content is known, or named in advance; only blocks that end within them have
-        hashes. May grow as tokens are generated.
+        """Number of leading tokens that are known, or named before they are generated; only blocks that end within
+        these tokens have hashes. May grow as tokens are generated.
         """
 
     @property
@@ -57,7 +57,7 @@ class BlockHashes(Protocol):
         """True if no other request's prompt can contain the generated content before this request ends."""
 
     def block_hash(self, block_index: int) -> Hashable:
-        """Return the hash of the block with this index, from 0. IndexError if its content is not wholly known."""
+        """Return the hash of the block with this index, from 0. IndexError if not all of its content is known."""
 
     def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
         """Return the hashes of blocks `start` .. `stop` - 1."""

@@ -51,8 +51,8 @@ class PrefixCacheOptions(Struct, frozen=True):
     retain_freed: bool = True
     """True if a block can still be found after its last user freed it; False: only blocks in use are shared."""
     duplicates: Duplicates = "keep_first"
-    """Block found by a lookup among several of equal content. keep_first: the earliest one still cached. keep_last: the
-    latest one; the others are never found again.
+    """Block that a lookup finds if several blocks have the same content. keep_first: the earliest block that is still
+    cached. keep_last: the latest block; the others are never found again.
     """
     unscheduled: Unscheduled = "withdraw"
     """Treatment of blocks that were cached while a step was formed but not computed, because their request was
@@ -60,7 +60,7 @@ class PrefixCacheOptions(Struct, frozen=True):
     reads KV that was never written; only for comparison with vLLM.
     """
     max_pinned_fraction: float = 0.5
-    """Fraction of the blocks that pins may hold."""
+    """Maximum fraction of the blocks that pins may hold."""
     drop_last_hit: bool = False
     """True if the last block of a hit is recomputed, as vLLM does for EAGLE's drafts."""
 

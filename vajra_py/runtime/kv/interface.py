@@ -285,7 +285,7 @@ class KvMemory(Protocol):
 
     @property
     def policy_error(self) -> PolicyError | None:
-        """Violation of the contract by a retention policy, of the device or of a tier; None if there was none."""
+        """Violation of the contract by the retention policy of the device or of a tier; None if there was none."""
 
     def report_content(self, events: ContentEvents) -> None:
         """Report the present content of the prefix cache to `events`, and every change from now on."""

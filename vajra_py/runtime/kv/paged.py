@@ -139,7 +139,7 @@ class PagedKvMemory:
         self._tables: dict[KvRequest, _BlockTable] = {}
         self._reserved: list[int] = []
         self._swaps: SwapsUnderWay | None = None
-        """Blocks that swap copies read while steps run; None if blocks are swapped between steps."""
+        """Blocks that are being read by copies for swaps while steps run; None if blocks are swapped between steps."""
 
     def _new_pool(self, num_blocks: int, options: PrefixCacheOptions | None) -> BlockPool:
         if self._retention is None or options is None:
@@ -275,8 +275,8 @@ class PagedKvMemory:
         return len(self._tables[request].blocks)
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
-        """Return the ids of the request's device blocks in order of tokens: the table itself, which callers must not
-        change.
+        """Return the ids of the request's device blocks in the order of its tokens. This is the table itself, which
+        callers must not change.
         """
         return self._tables[request].blocks
 
@@ -331,8 +331,8 @@ class PagedKvMemory:
         return len(self._found(request, self._tables[request])) * self.block_size
 
     def _found(self, request: KvRequest, entry: _BlockTable) -> list[int]:
-        """Return the leading full blocks of the request that its admission would hit; empty if it holds blocks, on
-        device or host. Callers must not change the list.
+        """Return the cached blocks that the request's admission would hit; empty if the request holds blocks, on device
+        or host. Callers must not change the list.
         """
         hashes = entry.hashes
         if not entry.may_be_cached or hashes is None or entry.blocks or entry.host:
@@ -675,7 +675,7 @@ class PagedKvMemory:
 
     @property
     def policy_error(self) -> PolicyError | None:
-        """Violation of the contract by a retention policy, of the device or of a tier; None if there was none."""
+        """Violation of the contract by the retention policy of the device or of a tier; None if there was none."""
         if self.tiers is not None and self.tiers.policy_error is not None:
             return self.tiers.policy_error
         return self._pool.order.error if isinstance(self._pool, RetainedBlockPool) else None
@@ -701,8 +701,8 @@ class PagedKvMemory:
         """Move a resident request to host memory and return the number of blocks moved; return None and change nothing
         if the host is full.
 
-        With `num_computed_tokens` (at least 1), only the blocks that hold these tokens are copied; the other blocks are
-        freed. Cached blocks can still be hit on the device until they are reused.
+        With `num_computed_tokens` (at least 1), only the blocks that hold this many leading tokens are copied; the
+        other blocks are freed. Cached blocks can still be hit on the device until they are reused.
         """
         entry = self._resident(request, "swap_out")
         table = entry.blocks
@@ -800,7 +800,7 @@ class PagedKvMemory:
         return (0,)
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
-        """Return `num_done_tokens`, all of them in the only group."""
+        """Return a list with `num_done_tokens` alone: the only group holds all of these tokens."""
         return [num_done_tokens]
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:

@@ -135,8 +135,8 @@ class KvParallelMemory:
 
     @property
     def growth_headroom(self) -> int:
-        """Maximum number of requests for which `grow_each` would succeed now, whichever requests they are: the free
-        blocks of the fullest group.
+        """Maximum number of requests for which `grow_each` would succeed now, whichever requests of less than the
+        maximum length they are: the free blocks of the fullest group.
         """
         return min(pool.num_free for pool in self._pools)
 
@@ -289,8 +289,8 @@ class KvParallelMemory:
     def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
         """Return the groups that take part in computing the token after the first `num_done_tokens`.
 
-        These are the groups that hold earlier tokens and the one that will hold this token; for a decode, these are all
-        groups of the request. `num_done_tokens` defaults to the progress counted by `on_chunk_done`.
+        These are the groups that hold earlier tokens and the group that will hold this token; for a decode, these are
+        all groups of the request. `num_done_tokens` defaults to the progress counted by `on_chunk_done`.
         """
         entry = self._tables_of[request]
         if num_done_tokens is None:
@@ -494,8 +494,8 @@ class KvParallelMemory:
         """Move a resident request to host memory and return the number of blocks moved; return None and change nothing
         if the host is full.
 
-        With `num_computed_tokens` (at least 1), only the blocks that hold these tokens are copied; the other blocks are
-        freed.
+        With `num_computed_tokens` (at least 1), only the blocks that hold this many leading tokens are copied; the
+        other blocks are freed.
         """
         entry = self._resident(request, "swap_out")
         blocks = entry.blocks()

@@ -26,7 +26,8 @@ class SwapsUnderWay:
         self.on_forget = on_forget
         self.on_clear = on_clear
         self.leaving: dict[KvRequest, tuple[list[int], int]] = {}
-        """Device blocks of each request being swapped out, and the number of leading ones that are in the prefix cache."""
+        """Device blocks of each request being swapped out, and how many leading blocks of them are in the prefix cache.
+        """
         self.coming: dict[KvRequest, list[int]] = {}
         """Host blocks of each request being swapped in."""
 

@@ -68,8 +68,8 @@ class TierLoad(Struct, frozen=True):
 
 
 class TierFetch(Struct, frozen=True):
-    """Fetch of blocks from one lower tier to the first one, as pairs (block in the lower tier, block in the first tier)
-    in order of their chain.
+    """Fetch of blocks from one lower tier to the first tier, as pairs (block in the lower tier, block in the first
+    tier) in order of their chain.
     """
 
     level: int

@@ -171,7 +171,7 @@ class ConnectedKv:
             self._ahead.append(plan)
 
     def is_written(self, request: Request) -> bool:
-        """Return True if a step that has not completed computes tokens of a running request."""
+        """Return True if a step that has not completed computes tokens of this running request."""
         return any(plan.computes(request) for plan in self._ahead)
 
     # Offering waiting requests

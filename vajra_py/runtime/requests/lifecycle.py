@@ -25,8 +25,8 @@ PinSeconds: TypeAlias = Callable[[Request, float], float]
 MOVED = "moved"
 """Kind of the first chunk of a request that arrived on its replica with its KV."""
 _KINDS = {RequestState.WAITING: "admitted", RequestState.ARRIVED: MOVED}
-"""Kind of a request's first chunk after its admission, by its state before. For other states, it is "resumed", or
-"admitted" if KV was loaded before the first admission.
+"""Kind of a request's first chunk after its admission, by the request's state before. For other states, the kind is
+"resumed", or "admitted" if KV was loaded before the first admission.
 """
 
 

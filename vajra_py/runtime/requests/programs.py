@@ -84,8 +84,8 @@ class Program:
         return self.num_prompt_tokens - self.num_cached_tokens + self.num_output_tokens
 
     def siblings(self, request: RequestView) -> Sequence[str]:
-        """Return the ids of the other calls that have arrived and have the same parents; empty for a call without
-        parents.
+        """Return the ids of the program's other calls that have arrived and have the same parents as `request`; empty
+        for a call without parents.
         """
         same = self._arrived.get(request.parent_calls, ())
         return tuple(one for one in same if one != request.request_id)

@@ -22,8 +22,8 @@ from vajra_py.runtime.requests.request import Request
 
 
 class PoolChanges(NamedTuple):
-    """Requests that joined and left a replica's decode pool since its last plan. A request that left and joined again
-    is in both lists.
+    """Requests that joined and requests that left a replica's decode pool since the replica's last plan. A request that
+    left and joined again is in both lists.
     """
 
     joined: Sequence[Request]
@@ -126,7 +126,7 @@ class RunningSet:
         return sorted([*self.pool, *self.skipped], key=by_admission)
 
     def read_keys_again(self) -> None:
-        """Mark keys that may change at any event to be re-read at the next query."""
+        """Cause the next query to re-read keys that may change at any event."""
         self.queue.begin_step()
         self.shared.begin_step()
 
@@ -171,7 +171,7 @@ class RunningSet:
         self.pool.joined = dict(self.pool.members) if on else None
 
     def take_pool_changes(self) -> PoolChanges:
-        """Return the requests that joined and left the pool since the last call."""
+        """Return the requests that joined and the requests that left the pool since the last call."""
         pool = self.pool
         if not (pool.joined or pool.left):
             return NO_CHANGES
