@@ -54,7 +54,7 @@ class ReplicaSearch(_Section):
 
 
 class CapacityConfig(_Section):
-    """Search of `vajra capacity`: the highest rate, or the fewest replicas, at which an SLO holds."""
+    """Search of `vajra capacity`: the highest rate, or the cheapest numbers of replicas, at which an SLO holds."""
 
     slo: str = Field(
         description="Condition on metrics, such as `p99(ttft) <= 0.5 and attainment >= 0.95`; times in seconds."

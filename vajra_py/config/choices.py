@@ -26,7 +26,7 @@ from vajra_py.plugins import ADMISSION, RETENTION, SCALER, AnyOffer, Kind, Offer
 STAND_IN = "stand-in"
 
 _BESIDE: tuple[Kind[Any], ...] = (SCALER, RETENTION)
-"""Kinds of policies that a replicaset may have in addition to those of the three layers."""
+"""Kinds of policies that a replicaset may have in addition to the policies of the three layers."""
 
 _BACKENDS: dict[str, type[BaseModel]] = {}
 
@@ -35,7 +35,9 @@ _LATE_BACKENDS: Mapping[str, str] = {
     "route": "vajra_py.route.config",
     "vllm": "vajra_py.vllm.config",
 }
-"""Modules of this package that register backends, imported when a file names one."""
+"""Modules of this package that register backends, by the backend's name; a module is imported when its backend is
+needed.
+"""
 
 
 def register_backend(name: str, model: type[BaseModel]) -> None:
@@ -62,7 +64,7 @@ def _registered(name: str) -> type[BaseModel] | None:
 
 
 class PluginParts:
-    """Checks and completes one tree; after `check`, `data` is the tree as ordinary values."""
+    """Checks and completes one tree; after `check`, `data` is the completed tree in ordinary dicts and lists."""
 
     def __init__(self, root: Entries, registry: Registry, base_folder: Path | None = None) -> None:
         """Store the tree to check.
@@ -305,7 +307,7 @@ class PluginParts:
         | Mapping[str, Offer[ObserverSpec]],
         noun: str,
     ) -> TypedChoice:
-        """Return the completed choice `{type: name, …}`, or a stand-in."""
+        """Return the completed choice `{type: name, …}`, or a stand-in if the choice is wrong."""
         if not isinstance(given, dict):
             self._found(path, f"must be the name of {noun}, or a mapping with type (got {show(given)})")
             return TypedChoice(type=STAND_IN)
@@ -391,8 +393,8 @@ class PluginParts:
     def _validated_workload(self, given: Any) -> Any:
         """Return the workload as an instance of its model; None if it is wrong.
 
-        The class for its `type` is tried first: building the union of all classes, which is needed to explain a
-        mistake, takes as long as reading a file.
+        The class for the workload's `type` is tried first. The union of all classes is built only if this fails, to
+        explain the mistake, because building it takes as long as reading a file.
         """
         from vajra_py.workload.kinds import kind_of_workload
 
@@ -403,9 +405,9 @@ class PluginParts:
         return self._validated(workload_annotation(), given, ("workload",))
 
     def _validated(self, annotation: Any, value: Any, path: KeyPath, plugin: str = "") -> Any:
-        """Return `value` as an instance of its model, None if it is wrong.
+        """Return `value` as an instance of `annotation`, or None if it is wrong.
 
-        Raises `PluginError` for any other exception of a plug-in's model.
+        Raises `PluginError` if the model of the plug-in `plugin` raises anything but a validation error.
         """
         try:
             return _adapter(annotation).validate_python(value, context={"base_folder": self._base_folder})
@@ -423,7 +425,7 @@ class PluginParts:
 
 
 def workload_annotation() -> Any:
-    """Return the union of all kinds of workload, imported when a file is loaded."""
+    """Return the union of the models of all workloads. They are imported only now, when a file is loaded."""
     from vajra_py.workload.config import WorkloadConfig
 
     return WorkloadConfig

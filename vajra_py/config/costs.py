@@ -16,7 +16,7 @@ class _Section(BaseModel):
 
 
 class DeviceCostsConfig(_Section):
-    """Figures for one kind of device; missing ones come from the description of the device."""
+    """Figures for one kind of device; missing figures come from the description of the device."""
 
     price_per_hour: _Amount | None = Field(None, description="Price of one device for an hour, US dollars.")
     idle_w: _Amount | None = Field(None, description="Power of an idle device, watts.")

@@ -95,7 +95,7 @@ def _with_admission(scheduling: Schema, registry: Registry, definitions: Schema)
 
 
 def _tiers(definitions: Schema, retention: Schema) -> None:
-    """Let memory tiers name installed retention policies, and be given as a list."""
+    """Allow memory tiers to name installed retention policies, and `tiers` to be a list."""
     tier: Schema = definitions["TierConfig"]["properties"]
     variants = [one for one in retention["oneOf"] if one != {"type": "null"}]
     tier[RETENTION.key] = {"description": tier[RETENTION.key].get("description", ""), "oneOf": variants}
@@ -133,7 +133,7 @@ def _policy_variants(
 
 
 def _name_routing_parts(registry: Registry, definitions: Schema) -> None:
-    """Let each choice of a routing part name the installed ones, with their parameters."""
+    """Restrict each choice of a routing part to the installed parts of its kind, with their parameters."""
     for choice in PART_CHOICES:
         general = definitions.get(choice.__name__)
         if general is None:
@@ -156,7 +156,7 @@ def _name_routing_parts(registry: Registry, definitions: Schema) -> None:
 
 
 def _in_place_of(general: Schema, typed: Schema) -> Schema:
-    """Return the typed schema with the general one's description, nullable if the general one is."""
+    """Return the schema `typed` with the description of the schema `general`; it allows null if `general` does."""
     nothing = [{"type": "null"}] if {"type": "null"} in general.get("anyOf", []) else []
     return {"description": general.get("description", ""), "oneOf": [*typed["oneOf"], *nothing]}
 
@@ -168,7 +168,9 @@ def _typed(
     definitions: Schema,
     replaced: Mapping[str, Any],
 ) -> Schema:
-    """Return the schema of `{type: name, parameters…}` for every offer, or of the name alone if nothing is required."""
+    """Return a schema that allows `{type: name, parameters…}` for every offer, and the name alone for offers without
+    required parameters.
+    """
     variants: list[Schema] = [_short(name for name, offer in offers.items() if not _has_required(offer.spec.config))]
     for name, offer in offers.items():
         body = _embedded(TypeAdapter(offer.spec.config), definitions)
@@ -199,7 +201,9 @@ def _summary(summary: str, package: str, version: str) -> str:
 
 
 def _embedded(adapter: TypeAdapter[Any], definitions: Schema) -> Schema:
-    """Return a model's schema with its definitions moved into `definitions`, renamed if two packages use one name."""
+    """Return a model's schema after its definitions were moved into `definitions`; a definition is renamed if a
+    different one has the same name there.
+    """
     schema = adapter.json_schema(mode="validation")
     renamed: dict[str, str] = {}
     inner: Schema = schema.pop("$defs", {})

@@ -28,8 +28,8 @@ LIMITS: Mapping[str, tuple[str, str]] = {
 
 
 def explain(error: ValidationError, annotation: Any, root: Entries, base: KeyPath = ()) -> list[Finding]:
-    """Return the findings of one validation of the tree's part at `base` against `annotation` (a model class or a union
-    of them).
+    """Return the findings for `error`, the result of validating the tree's part at `base` against `annotation` (a model
+    class or a union of model classes).
     """
     part = get(root, *base)
     grouped: dict[KeyPath, list[Mapping[str, Any]]] = {}
@@ -142,7 +142,7 @@ def _without_got(text: str) -> str:
 
 
 def _expected(each: Mapping[str, Any]) -> list[str]:
-    """Return the names accepted by a choice that failed."""
+    """Return the names that a choice would accept, from the error of its validation."""
     context: Mapping[str, Any] = each.get("ctx") or {}
     text = str(context.get("expected", "")) or str(context.get("expected_tags", ""))
     return re.findall(r"'([^']*)'", text)
@@ -164,7 +164,7 @@ def allowed_names(annotation: Any, loc: Sequence[str | int]) -> set[str]:
 def _descend(candidates: Sequence[Any], step: str | int) -> tuple[list[Any], bool]:
     """Return the types after one step of a location, and True if the step only names a member of a union.
 
-    If several models are possible, pydantic puts the name of the chosen one before the name of its field.
+    If several models are possible, pydantic puts the chosen model's name before the field's name.
     """
     models = [each for each in candidates if _is_model(each)]
     members = [each for each in models if step == each.__name__ or (len(models) > 1 and step in _tags(each))]
@@ -184,7 +184,7 @@ def _descend(candidates: Sequence[Any], step: str | int) -> tuple[list[Any], boo
 
 
 def _members(annotation: Any) -> list[Any]:
-    """Return the types of a union, without annotations and named aliases."""
+    """Return the member types of a union, with annotations removed and named aliases resolved."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _members(get_args(annotation)[0])

@@ -30,10 +30,10 @@ PRESET = "vllm-v1"
 """Preset for the servers to which llm-d routes."""
 _SINGLE, _DISAGGREGATED = "single-profile-handler", ("disagg-profile-handler", "pd-profile-handler")
 _PRECISE_SCORER, _PRECISE_PRODUCER = "precise-prefix-cache-scorer", "precise-prefix-cache-producer"
-"""Scorer of earlier versions of llm-d, and the producer that was part of it."""
+"""Scorer of earlier versions of llm-d, and the producer that was part of this scorer."""
 _IN_PROFILES = (RoutingPartKind.FILTER, RoutingPartKind.SCORER, RoutingPartKind.PICKER)
 _PRODUCER_NAME = "_producer_name"
-"""Suffix of parameters that name a producer."""
+"""Suffix of the names of parameters whose value is a producer's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Unused:
     line: int
     """Line of the file, from 1."""
     where: str
-    """File, line and path."""
+    """File, line and path of the setting, as shown in messages."""
     name: str
     reason: str
 
@@ -58,13 +58,13 @@ class LlmDConfig:
 
     preset: str
     scheduling: Mapping[str, Any]
-    """Section `scheduling:`; the preset supplies the other layers."""
+    """Section `scheduling:` with the replicaset scheduler; the preset supplies the other layers."""
     unused: Sequence[Unused]
 
 
 @dataclass(frozen=True, slots=True)
 class _Plugin:
-    """Entry of `plugins`, with the parameters renamed to those of vajra."""
+    """Entry of `plugins`, with the parameters under their names in vajra."""
 
     name: str
     type: str
@@ -137,7 +137,7 @@ class _Reader:
                 self._no_use((key,), key, reason)
 
     def _entries(self, path: KeyPath, tree: Any, known: Sequence[str]) -> Iterator[tuple[KeyPath, Entries]]:
-        """Yield each well-formed mapping of a list with its path; report the other items."""
+        """Yield each mapping in a list, with its path; report items that are no mappings, and unknown keys."""
         if not isinstance(tree, Items):
             self._found(path, f"must be a list (got {show(tree)})")
             return
@@ -238,7 +238,7 @@ class _Reader:
         return ours
 
     def _is_unavailable(self, plugin: _Plugin, error: ValidationError) -> bool:
-        """Return True if the plug-in uses a label or attribute that replicas lack here, after listing it as unused."""
+        """If the plug-in uses a label or attribute that replicas lack here, list it as unused and return True."""
         wanted = {"by-label": "label", "label-selector-filter": "key", "endpoint-attribute-scorer": "attribute_key"}
         name = wanted.get(plugin.type, "attribute" if plugin.type == "endpoint-attribute-filter" else None)
         for each in error.errors(include_url=False):
@@ -253,7 +253,7 @@ class _Reader:
         return False
 
     def _explain(self, error: ValidationError, config: type[BaseModel], ours: Entries, path: KeyPath) -> None:
-        """Report mistakes in parameters under llm-d's names for them."""
+        """Report mistakes in parameters, under the parameters' names in llm-d."""
         root = put(self.root, path, ours, ours.place)
         for one in explain(error, config, root, path):
             allowed = None if one.allowed is None else _camel_words(one.allowed)

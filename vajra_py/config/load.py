@@ -216,7 +216,7 @@ def _replications(root: Entries) -> int:
 
 
 def _replicated(points: list[SweepPoint], root: Entries) -> tuple[list[SweepPoint], list[Finding]]:
-    """Return each point once for every seed of the replications, and the findings."""
+    """Return each point once for every seed of the replications, and the findings of wrong settings."""
     count, first = _replications(root), root.get("seed", 0)
     if count == 1 or not isinstance(first, int):  # the schema rejects seeds of other types
         return points, []
@@ -262,7 +262,7 @@ def _points(
 
 
 def _resolve(root: Entries, context: Context) -> tuple[SystemConfig | None, list[Finding]]:
-    """Return the experiment of a tree without a sweep; None if there are findings."""
+    """Return the experiment or system of a tree without a sweep (None if there are findings), and the findings."""
     model = context.model
     root, findings = expand(root, context.registry)
     parts = PluginParts(root, context.registry, context.base_folder)

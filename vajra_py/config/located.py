@@ -32,7 +32,9 @@ def naming_lines(config: SystemConfig) -> Iterator[None]:
 
 
 def _located(problem: Problem, root: Entries) -> Problem:
-    """Return the problem at the line of the setting, or of its section; unchanged if the file has neither."""
+    """Return the problem with file and line of its setting, or of the nearest section around it; return the problem
+    unchanged if the file has no such section.
+    """
     if not _PATH.fullmatch(problem.where):
         return problem
     path = parse_path(problem.where)

@@ -52,7 +52,7 @@ def versions() -> dict[str, str]:
 
 
 def _version(library: str) -> str:
-    """Return the version that a library states as `__version__`, without parsing its metadata if it states one."""
+    """Return a library's `__version__`; only if the library has none, read the version from its package metadata."""
     return getattr(import_module(library), "__version__", None) or metadata.version(library)
 
 

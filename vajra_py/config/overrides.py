@@ -28,8 +28,8 @@ def parse_override(text: str) -> tuple[KeyPath, Any, Place]:
 def apply_overrides(
     root: Entries, overrides: Iterable[str], normalise: Callable[[Entries], Entries]
 ) -> tuple[Entries, list[Finding]]:
-    """Return the tree with all overrides applied in order, and the findings of invalid ones; `normalise` expands short
-    forms.
+    """Return the tree with all overrides applied in order, and the findings of invalid overrides; `normalise` expands
+    short forms.
     """
     findings: list[Finding] = []
     for text in overrides:

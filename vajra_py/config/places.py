@@ -28,7 +28,7 @@ class Place(Struct, frozen=True):
     line: int | None = None
     """Line of a file, from 1."""
     path: str | None = None
-    """Path set by an override, which errors about this path then do not repeat; None otherwise."""
+    """Path set by an override; errors about this path do not repeat it, because it is in `source`. None otherwise."""
 
     def where(self, path: KeyPath) -> str:
         """Return the place as shown in errors, with the path of the value inside the configuration."""
@@ -45,7 +45,7 @@ class _Written:
 
     place: Place
     places: Mapping[Step, Place]
-    """Places of the values whose origin differs from that of the container."""
+    """Places of the values whose origin differs from the container's origin."""
 
     def place_of(self, step: Step) -> Place:
         """Return the place of the value at a key or index."""
@@ -90,7 +90,7 @@ class PathError(ValueError):
 
 
 class Finding(Struct, frozen=True):
-    """Mistake at a path, independent of its presentation."""
+    """Mistake at a path, independent of how it is shown."""
 
     place: Place
     path: KeyPath
@@ -150,7 +150,7 @@ def get(tree: Any, *path: Step) -> Any:
 
 
 def locate(tree: Entries, path: KeyPath) -> Place:
-    """Return the place of the value at `path`, or of its nearest ancestor with a place."""
+    """Return the place of the value at `path`, or of the value's nearest ancestor that exists."""
     place, at = tree.place, tree
     for step in path:
         if not has(at, step):
@@ -199,12 +199,12 @@ def merged(over: Any, under: Any) -> Any:
 
 
 def dotted(path: Iterable[Step]) -> str:
-    """Return a path in the user's notation: `replicasets.chat.num_replicas`, lists by index."""
+    """Return a path in the user's notation, such as `replicasets.chat.num_replicas` or `observers.0.type`."""
     return ".".join(map(str, path))
 
 
 def parse_path(text: str) -> KeyPath:
-    """Return the steps of a dotted path; indices are recognised on use."""
+    """Return the steps of a dotted path as text; `put` converts indices of lists."""
     return tuple(part.strip() for part in text.split("."))
 
 

@@ -1,10 +1,9 @@
 """Expand short forms, presets and inheritance.
 
-Precedence of the values of a key, highest first: a replicaset's own, that of its preset, that of the top level, and
-that of the top level's preset.
-Parameters belong to a policy: if a place of higher precedence selects another policy, parameters from places of lower
-precedence are dropped. Pools belong to a preset: a replicaset with its own preset inherits no pools from the top
-level's preset.
+Precedence of the values of a key, highest first: the replicaset's own value, the value of the replicaset's preset, the
+value at the top level, and the value of the top level's preset. Parameters belong to a policy: if a place of higher
+precedence selects another policy, parameters from places of lower precedence are dropped. Pools belong to a preset: a
+replicaset with its own preset inherits no pools from the top level's preset.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def long_forms(root: Entries) -> Entries:
 
 
 def replicaset_paths(root: Entries) -> Sequence[KeyPath]:
-    """Return the places that describe a replicaset: the top level, and each one under `replicasets`."""
+    """Return the paths that describe a replicaset: the top level, and each replicaset under `replicasets`."""
     return [(), *(("replicasets", name) for name in _names(root, "replicasets"))]
 
 
@@ -120,7 +119,9 @@ def _inherit(own: Entries, root: Entries, registry: Registry) -> Entries:
 
 
 def _with_preset(section: Entries, path: KeyPath, registry: Registry, findings: list[Finding]) -> Entries:
-    """Complete the root or a replicaset from the preset named under `scheduling`, or, for the root, also at the top."""
+    """Complete the root or a replicaset from its preset. The preset is named under `scheduling`; the root may also name
+    it at the top level.
+    """
     keys: list[KeyPath] = [("scheduling", "preset")] if path else [("preset",), ("scheduling", "preset")]
     named = {key: name for key in keys if isinstance(name := get(section, *key), str)}
     if not named:
@@ -153,8 +154,8 @@ def _with_preset(section: Entries, path: KeyPath, registry: Registry, findings: 
 def _with_pools_of_preset(
     own: Entries, top: Entries, path: KeyPath, registry: Registry, findings: list[Finding]
 ) -> Entries:
-    """Complete a replicaset from its own preset; without one, divide its `num_replicas` among the pools of the top
-    level's preset, if that has pools.
+    """Complete a replicaset from its own preset; without one, divide the replicaset's `num_replicas` among the pools of
+    the top level's preset, if that preset has pools.
     """
     has_pools = "pools" in own or "pools" in top
     if get(own, "scheduling", "preset") is not None:
@@ -173,7 +174,7 @@ def _with_replicas_divided(
 ) -> tuple[Entries, Entries]:
     """Return the section without `num_replicas`, and the preset's keys (`given`) with this number divided among pools.
 
-    Returns them unchanged if the section states no number or has its own pools, or if the preset has no pools.
+    Returns both unchanged if the section has no `num_replicas` or has its own pools, or if the preset has no pools.
     """
     count, pools = section.get("num_replicas"), given.get("pools")
     if not isinstance(pools, Entries) or "pools" in section or not isinstance(count, int):
@@ -192,7 +193,7 @@ def _with_replicas_divided(
 def divided(count: int, weights: Mapping[str, int]) -> Mapping[str, int]:
     """Divide `count` in proportion to the weights, by largest remainders, with at least one for each name.
 
-    Requires positive weights, and `count` not less than their number.
+    Requires positive weights, and a `count` of at least the number of names.
     """
     total = sum(weights.values())
     numbers = {name: max(1, count * weight // total) for name, weight in weights.items()}
@@ -204,8 +205,8 @@ def divided(count: int, weights: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def _completed(over: Any, under: Any, registry: Registry) -> Any:
-    """Return `over` completed from `under`, except for layers, admission, scaling and retention in which their
-    policies differ.
+    """Return `over` completed from `under`. A layer (or admission, scaling or retention) for which `over` and `under`
+    have different policies is taken from `over` alone.
     """
     for layer in Layer:
         mine, theirs = get(over, layer.value, "policy"), get(under, layer.value, "policy")

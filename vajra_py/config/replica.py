@@ -217,7 +217,7 @@ class PoolConfig(Section):
 
     @property
     def most_replicas(self) -> int:
-        """Maximum number of replicas that can be up at once, which is the number of those that are built."""
+        """Maximum number of replicas that can be up at once; this number is built."""
         most = None if self.elastic is None else self.elastic.max_replicas
         return most or self.num_replicas
 
@@ -235,7 +235,7 @@ def role_of(name: str, pool: PoolConfig) -> PoolRole:
 
 
 def check_pools(pools: Pools, num_replicas: int) -> None:
-    """Raise `ValueError` if no pool serves prompts or decodes, or if `num_replicas` is set beside the pools."""
+    """Raise `ValueError` if no pool computes prompts, if no pool decodes, or if `num_replicas` is set as well."""
     if num_replicas != 1:
         raise ValueError("num_replicas is the sum over the pools; give each pool its own")
     roles = {role_of(name, pool) for name, pool in pools.items()}
@@ -248,9 +248,10 @@ def check_pools(pools: Pools, num_replicas: int) -> None:
 def check_elastic(
     scheduling: SchedulingConfig | None, own: ElasticConfig | None, pools: Mapping[str, PoolConfig]
 ) -> None:
-    """Raise `ValueError` if a scaler lacks bounds, or if bounds exclude the initial number of replicas.
+    """Raise `ValueError` if a scaler lacks bounds, if bounds are set without a scaler, or if bounds exclude the initial
+    number of replicas.
 
-    `own` holds the replicaset's bounds, which apply if it defines no pools.
+    `own`: bounds of the replicaset as a whole, which are allowed only if the replicaset defines no pools.
     """
     bounded = {name: pool.elastic for name, pool in pools.items() if pool.elastic is not None}
     if own is not None and not any(own is one for one in bounded.values()):

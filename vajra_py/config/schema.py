@@ -66,7 +66,7 @@ from vajra_py.config.sections import (
 class SelectConfig(Section):
     """Conditions that select the requests of a replicaset: a request must meet all of them.
 
-    Without any condition, it selects all requests that no earlier replicaset selects.
+    Without any condition, all requests are selected that no earlier replicaset selects.
     """
 
     tenants: tuple[str, ...] | None = Field(None, min_length=1, description="Tenants.")
@@ -151,7 +151,7 @@ class ReplicasetConfig(Section):
 
     @property
     def total_replicas(self) -> int:
-        """Number of replicas of all pools; with a scaler, the maximum number that it may choose."""
+        """Number of replicas of all pools; with a scaler, the maximum number that the scaler may choose."""
         return sum(pool.most_replicas for pool in self.effective_pools.values())
 
 
@@ -167,7 +167,7 @@ class AdmissionConfig(Section):
 
 
 class PoolSimulatorConfig(Section):
-    """Settings of one pool that override those of its replicaset: another device or parallelism."""
+    """Settings of one pool that override its replicaset's settings, such as another device or parallelism."""
 
     latency: TypedChoice | None = Field(None, description="Latency model of its replicas; null: the replicaset's.")
     predictions: TypedChoice | None = Field(
@@ -177,7 +177,7 @@ class PoolSimulatorConfig(Section):
 
 
 class ReplicasetSimulatorConfig(Section):
-    """Settings of one replicaset that override the simulator's section: another model or device."""
+    """Settings of one replicaset that override the simulator's settings, such as another model or device."""
 
     latency: TypedChoice | None = Field(None, description="Latency model of its replicas; null: the simulator's.")
     predictions: TypedChoice | None = Field(
@@ -229,7 +229,7 @@ class SimulatorConfig(Section):
 
 
 class BackendConfig(BaseModel):
-    """Backend that runs the experiment: exactly one, by name."""
+    """Backend that runs the experiment: exactly one key, which is the backend's name."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 

@@ -43,13 +43,13 @@ class Choice(BaseModel):
 
     @classmethod
     def of_validated(cls, given: Mapping[str, Any], model: BaseModel) -> Self:
-        """Return the choice of `given`, whose parameters have been validated; `model` holds them."""
+        """Return the choice that `given` describes; `model` holds its validated parameters."""
         choice = cls.model_validate(given)
         choice._validated = model
         return choice
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy like pydantic's; updated parameters have not been validated."""
+        """Return a copy as pydantic does; the parameters of a copy with updates do not count as validated."""
         copy = super().model_copy(update=update, deep=deep)
         if update:
             copy._validated = None

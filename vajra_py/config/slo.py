@@ -19,7 +19,7 @@ from vajra_py.errors import did_you_mean
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 LATENCIES: Mapping[str, str] = {"ttft": "ttft_s", "tbt": "tbt_s", "tpot": "tpot_s", "e2e": "e2e_s", "queue": "queue_s"}
-"""Latencies with statistics, and their paths in a group of the summary."""
+"""Latencies of which an expression takes a statistic, by name, with each latency's path in a group of the summary."""
 NUMBERS: Mapping[str, str] = {
     "attainment": "slo.overall.attainment_fraction",
     "ttft_attainment": "slo.ttft.attainment_fraction",
@@ -30,10 +30,10 @@ NUMBERS: Mapping[str, str] = {
     "throughput": "throughput.requests_per_s",
     "preemptions": "preemptions.per_request",
 }
-"""Scalar metrics of a run, and their paths in a group of the summary."""
+"""Scalar metrics of a run by name, with each metric's path in a group of the summary."""
 GROUPS = ("by_slo_class", "by_tenant", "by_replicaset")
 WORST = 3.0
-"""Maximum absolute slack: that of a metric off by a factor of twenty, or without a value."""
+"""Maximum absolute value of a slack: reached if a metric is off by a factor of twenty, or has no value."""
 
 Value: TypeAlias = Callable[[str], "float | None"]
 """Function that reads a dotted path of a run's summary."""
@@ -65,8 +65,8 @@ class Condition(Struct, frozen=True):
     def slack(self, value: float | None) -> float:
         """Return the distance of a value from the limit, positive if the value meets the limit.
 
-        It is the logarithm of their ratio, so that 0.1 is about a tenth of the limit; if one of them is not positive,
-        it is their difference. A missing value has the lowest slack.
+        The distance is the logarithm of the ratio of value and limit, so that 0.1 is about a tenth of the limit. If
+        value or limit is not positive, the distance is their difference. A missing value has the lowest slack.
         """
         if value is None:
             return -WORST
@@ -106,7 +106,8 @@ class Slo(Struct, frozen=True):
         return tuple(one.slack(value(one.metric)) for one in self.conditions)
 
     def slack(self, value: Callable[[SloMetric], float | None]) -> float:
-        """Return the minimum slack of conditions joined by `and`, the maximum of those joined by `or`.
+        """Return the slack of the whole expression: the minimum slack of conditions joined by `and`, and the maximum
+        slack of conditions joined by `or`.
 
         It is at least zero if the SLO holds.
         """
@@ -119,7 +120,7 @@ class Slo(Struct, frozen=True):
 
     def decided(self, values: Sequence[float]) -> tuple[float, int]:
         """Reduce one value per condition, by minimum for `and` and maximum for `or`; return the result and the position
-        of its condition.
+        of the condition from which it comes.
         """
         return _decided(self.expression, iter(enumerate(values)))
 

@@ -204,12 +204,14 @@ def _point(row: Row, names: Mapping[str, str]) -> SweepPoint:
 
 
 def values_of_label(label: str) -> str:
-    """Return a point's label without its paths, for lists in which every point sets the same ones."""
+    """Return a point's label without its paths, for lists in which every point sets the same paths."""
     return re.sub(r"(^| )[^\s=(]+=(?![^(]*\))", r"\1", label)  # `name=` in parentheses is part of a value
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return the shortest distinct suffixes of the paths; a policy's axis is named after its layer."""
+    """Return, by path, the shortest suffix of the path that no other path has; a policy's axis is named after its
+    layer.
+    """
     steps = {path: [step for step in parse_path(path) if step not in ("policy", "params")] or [path] for path in paths}
     names: dict[str, str] = {}
     for path, own in steps.items():

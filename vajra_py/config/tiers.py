@@ -159,7 +159,7 @@ class TiersConfig(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit rules of loads at their defaults, so that the written form of older files stays the same."""
+        """Omit `loads` and `load_order` at their defaults, so that the written form of older files stays the same."""
         data: dict[str, Any] = handler(self)
         preset = {} if self.preset is None else TIER_PRESETS[self.preset][0]
         if self.loads == preset.get("loads", "in_turn") == "in_turn":

@@ -90,7 +90,7 @@ class _Reader:
         self.findings: list[Finding] = []
 
     def value(self, raw: Any, path: KeyPath, place: Place) -> Any:
-        """Convert a node; `place` is the place of its key if it is a value of a mapping, else its own place."""
+        """Convert a node. `place`: for a value in a mapping, the place of its key; otherwise the node's own place."""
         self._num_values += 1
         if self._num_values > MAX_VALUES:
             message = f"has more than {MAX_VALUES:,} values, including those that aliases repeat"

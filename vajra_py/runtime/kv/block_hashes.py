@@ -23,18 +23,18 @@ SegmentId: TypeAlias = int | str | tuple[str | int, ...]
 """Name of a run of tokens whose ids are unknown; equal names mean equal tokens."""
 
 UNBOUNDED_TOKENS = sys.maxsize
-"""Length of a run of tokens that is named before it is generated."""
+"""Length of a run that is named before its tokens are generated, so that its real length is unknown."""
 
 FIRST_LOOKUP_BLOCKS, LOOKUP_GROWTH = 32, 4
-"""Number of hashes that a lookup computes at first, and the factor by which each further batch of hashes is larger than
-the one before it: most misses come early, and need few hashes.
+"""Number of hashes in the first batch that a lookup computes, and the ratio of each later batch's size to the size of
+the previous batch. The first batch is small because most lookups miss early.
 """
 
 _MOST_NEW_SEGMENTS = 8
 """Maximum number of segments by which a prompt may exceed a stored prompt to be recognised as its continuation."""
 
 _PromptKey: TypeAlias = tuple[str, int, int, tuple[SegmentId, int]]
-"""(salt, block size, number of segments, last segment with its length)."""
+"""Key of a stored prompt: (salt, block size, number of segments, last segment with its length)."""
 
 
 class BlockHashes(Protocol):
@@ -42,8 +42,8 @@ class BlockHashes(Protocol):
 
     @property
     def num_hashed_tokens(self) -> int:
-        """Number of leading tokens whose content is known, or named in advance; only blocks that end within them have
-        hashes. May grow as tokens are generated.
+        """Number of leading tokens that are known, or named before they are generated; only blocks that end within
+        these tokens have hashes. May grow as tokens are generated.
         """
 
     @property
@@ -57,13 +57,13 @@ class BlockHashes(Protocol):
         """True if no other request's prompt can contain the generated content before this request ends."""
 
     def block_hash(self, block_index: int) -> Hashable:
-        """Return the hash of the block with this index, from 0. IndexError if its content is not wholly known."""
+        """Return the hash of the block with this index, from 0. IndexError if not all of its content is known."""
 
     def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
         """Return the hashes of blocks `start` .. `stop` - 1."""
 
     def shared_prompt_hashes(self, num_prompt_tokens: int) -> Sequence[Hashable]:
-        """Return the hashes of the prompt's full blocks; none for content that no other request has."""
+        """Return the hashes of the prompt's full blocks; empty if no other request can have the same content."""
 
 
 def output_segment(request_id: str) -> SegmentId:
@@ -107,7 +107,7 @@ class TokenBlockHashes:
 
     @property
     def num_hashed_tokens(self) -> int:
-        """Number of prompt tokens and of generated tokens added so far."""
+        """Number of prompt tokens plus the number of generated tokens added so far."""
         num_known, num_copied = self._num_before + len(self._output), len(self._tokens)
         return num_known if num_known > num_copied else num_copied
 
@@ -293,7 +293,9 @@ class SegmentBlockHashes:
             run += 1
 
     def _make_bases(self, run: int) -> None:
-        """Hash the runs up to `run`: each run's base is the hash of all runs before it and of its own name."""
+        """Compute the bases of all runs up to and including number `run`. A run's base is the hash of all runs before
+        it and of its own name.
+        """
         bases, ends, names = self._bases, self._ends, self._names
         for this in range(len(bases) - 1, run + 1):
             before = ends[this - 1] if this else 0
@@ -304,7 +306,7 @@ class RecentPrompts:
     """The latest prompts made of segments, with their hashes, for reuse: a program's call usually continues the prompt
     of the previous call.
 
-    Reused hashes equal those that the prompt would compute itself.
+    Reused hashes equal the hashes that would otherwise be computed for the new prompt.
     """
 
     __slots__ = ("_capacity", "_prompts")
@@ -322,7 +324,7 @@ class RecentPrompts:
         self, segments: Sequence[tuple[SegmentId, int]], block_size: int, salt: str
     ) -> tuple[int, SegmentBlockHashes] | None:
         """Find the longest stored prompt with which these segments begin; return its number of segments and its hashes,
-        None if there is no such prompt.
+        or None if there is no such prompt.
 
         Only prompts that are at most `_MOST_NEW_SEGMENTS` segments shorter are searched.
         """
@@ -336,7 +338,7 @@ class RecentPrompts:
         return None
 
     def add(self, segments: Sequence[tuple[SegmentId, int]], salt: str, hashes: SegmentBlockHashes) -> None:
-        """Store a prompt; it replaces one with the same number of segments and the same last segment."""
+        """Store a prompt; it replaces a stored prompt with the same `_PromptKey`."""
         if not segments:
             return
         key = (salt, hashes._block_size, len(segments), segments[-1])
@@ -373,7 +375,7 @@ class PrivateBlockHashes:
 
 
 def adapter_salt(salt: str, adapter: str) -> str:
-    """Return the salt of content computed with an adapter (empty: the base model): KV of two adapters is never shared."""
+    """Return the salt of content computed with `adapter` (empty: the base model); two adapters never share KV."""
     # The digest is repeated to make the result longer than any tenant's name, so that it cannot equal a tenant's salt.
     return xxh3_128_hexdigest(repr((salt, adapter)).encode()) * 20 if adapter else salt
 

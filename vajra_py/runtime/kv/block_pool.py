@@ -51,8 +51,8 @@ class PrefixCacheOptions(Struct, frozen=True):
     retain_freed: bool = True
     """True if a block can still be found after its last user freed it; False: only blocks in use are shared."""
     duplicates: Duplicates = "keep_first"
-    """Block found by a lookup among several of equal content. keep_first: the earliest one still cached. keep_last: the
-    latest one; the others are never found again.
+    """Block that a lookup finds if several blocks have the same content. keep_first: the earliest block that is still
+    cached. keep_last: the latest block; the others are never found again.
     """
     unscheduled: Unscheduled = "withdraw"
     """Treatment of blocks that were cached while a step was formed but not computed, because their request was
@@ -60,7 +60,7 @@ class PrefixCacheOptions(Struct, frozen=True):
     reads KV that was never written; only for comparison with vLLM.
     """
     max_pinned_fraction: float = 0.5
-    """Fraction of the blocks that pins may hold."""
+    """Maximum fraction of the blocks that pins may hold."""
     drop_last_hit: bool = False
     """True if the last block of a hit is recomputed, as vLLM does for EAGLE's drafts."""
 
@@ -127,7 +127,7 @@ class BlockPool:
         self.num_free = num_blocks
         """Number of free blocks, idle ones with content included."""
         self.num_cached = 0
-        """Number of blocks cached so far; while it is unchanged, repeated lookups cannot find more blocks."""
+        """Number of blocks ever cached; while it is unchanged, repeated lookups cannot find more blocks."""
         self.idle_version = 0
         """Counter that changes when a block with content becomes idle or is used again (not when it is evicted)."""
         self.removed: list[int] = []
@@ -150,8 +150,8 @@ class BlockPool:
         """
         self._hash_of: dict[int, Hashable] = {}
         self._entries: dict[Hashable, int | dict[int, None]] = {}
-        """Block that holds the content of a hash; with keep_first, all such blocks in order of entry if there are
-        several.
+        """Block that holds the content of a hash; with keep_first, if several blocks hold it, all of them in the order
+        in which they were cached.
         """
         self._extra_references: dict[int, int] = {}
         """Number of references beyond the first, by block; blocks with one reference are not listed."""
@@ -222,7 +222,7 @@ class BlockPool:
 
     def release(self, blocks: list[int], num_hashed: int = 0, request: object = None) -> None:
         """Release a request's references to the blocks of one table, whose first `num_hashed` blocks have hashes;
-        blocks without users become free.
+        blocks left without users become free unless their content is pinned.
         """
         if not num_hashed and not self._extra_references and not self._is_fifo:
             self._freed.extend(blocks if self._is_tail_first else reversed(blocks))
@@ -293,7 +293,7 @@ class BlockPool:
     def cache(
         self, blocks: Sequence[int], hashes: Sequence[Hashable], before: Hashable = None, request: object = None
     ) -> None:
-        """Enter blocks in use, none of which has a hash yet, under their hashes.
+        """Cache blocks in use, none of which has a hash yet, under these hashes.
 
         `before`: the hash of the block before the first one (None: there is none, or chains are not needed); `request`:
         the request that holds the blocks.
@@ -328,7 +328,7 @@ class BlockPool:
         return True
 
     def withdraw(self, blocks: Sequence[int]) -> None:
-        """Remove the hashes of these blocks, which are not idle, also if several requests share one."""
+        """Remove the hashes of these blocks, which must not be idle, even of blocks that several requests share."""
         for block in filter(self._hash_of.__contains__, blocks):
             self._forget(block)
 
@@ -351,7 +351,9 @@ class BlockPool:
         return sum(map(self._idle.__contains__, blocks))
 
     def attach(self, blocks: Sequence[int], request: object = None) -> None:
-        """Add a reference to each of these blocks (found by `match`), for a request; idle ones are no longer free."""
+        """Add a reference to each of these blocks (found by `match`), for a request; idle blocks among them stop being
+        free.
+        """
         idle, kept = self._idle, self._kept
         extra = self._extra_references
         num_revived = 0
@@ -403,7 +405,7 @@ class BlockPool:
         self.removed.append(block)
 
     def contents(self) -> list[Hashable]:
-        """Return the hashes of all content that can be found, in order of entry."""
+        """Return the hashes of all content that lookups can find, in the order in which it was cached."""
         return list(self._entries)
 
     # Pins
@@ -471,7 +473,7 @@ class BlockPool:
         return [entry] if isinstance(entry, int) else list(entry)
 
     def _without_pinned(self, hashed: list[int]) -> list[int]:
-        """Move the unused blocks that hold pinned content to `_kept`; return the other blocks."""
+        """Move to `_kept` those of these unused blocks whose content is pinned; return the rest."""
         rest: list[int] = []
         for block in hashed:
             block_hash = self._hash_of[block]

@@ -25,7 +25,7 @@ class ContentEvent(NamedTuple):
     """One change of the cached content of a replica."""
 
     at: float
-    """Seconds on the run's clock."""
+    """Time of the change, in seconds on the run's clock."""
     replica_id: int
     change: ContentChange
     hashes: list[Hashable]
@@ -34,7 +34,7 @@ class ContentEvent(NamedTuple):
 
 
 class ContentEvents:
-    """Writes the events of one replica to a record, which other replicas may share."""
+    """Writes the events of one replica to a record; the writers of several replicas may share one record."""
 
     def __init__(
         self, replica_id: int, clock: Callable[[], float], record: deque[ContentEvent], tier: str = ""
@@ -48,8 +48,8 @@ class ContentEvents:
         self._events = record
 
     def entered(self, hashes: Sequence[Hashable], known: Container[Hashable], request: object) -> None:
-        """Report the content of a request's consecutive blocks that enter the cache, except for content that is `known`
-        already.
+        """Report the content of a request's consecutive blocks, which enter the cache. Content whose hash is in `known`
+        is already cached and not reported.
         """
         self.stored([one for one in hashes if one not in known])
 
@@ -80,7 +80,7 @@ class ContentEvents:
 def known_prefix_tokens(
     known: Collection[Hashable], hashes: BlockHashes, num_known_tokens: int, block_size: int
 ) -> int:
-    """Return the number of leading tokens whose blocks are all in `known`; at least one token is left to compute."""
+    """Return the number of leading tokens whose blocks are all in `known`, always less than `num_known_tokens`."""
     limit = min(num_known_tokens - 1, hashes.num_hashed_tokens) // block_size
     found, width = 0, FIRST_LOOKUP_BLOCKS
     if not known or not reads_cache(hashes):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Held:
-    """Block held by the cache, on the path to the last held block of some request."""
+    """Node of the tree: a block held by the cache, on the path to the last held block of some request."""
 
     __slots__ = ("block_hash", "children", "parent", "requests")
 
@@ -42,7 +42,9 @@ class HitIndex:
         self._awaiting: dict[Hashable, dict[RequestView, None]] = {}
         """Requests by their first block that is not held."""
         self._place: dict[RequestView, tuple[_Held | None, Hashable | None]] = {}
-        """Last held block and awaited block of each request; a request whose hits have changed has no entry."""
+        """Last held block of each request, and the first block after it, which is awaited; a request whose hits have
+        changed has no entry.
+        """
         self._changed: dict[RequestView, None] = {}
 
     def put(self, request: RequestView, chain: Sequence[Hashable], num_held: int) -> None:
@@ -72,7 +74,7 @@ class HitIndex:
         return node
 
     def drop(self, request: RequestView) -> None:
-        """Remove a request from the index, or from the list of changed requests, if it is in one of them."""
+        """Remove a request from the index and from the list of changed requests; does nothing if it is in neither."""
         self._changed.pop(request, None)
         held, awaited = self._place.pop(request, (None, None))
         if awaited is not None:
@@ -139,7 +141,7 @@ class HasPrefix(Protocol):
 
 
 class FollowedHits:
-    """`HitChanges` of one memory."""
+    """Implementation of `HitChanges` for one KV memory."""
 
     __slots__ = ("_growing", "_memory", "index")
 

@@ -27,7 +27,7 @@ class BlockCopy(NamedTuple):
     target: int
     direction: CopyDirection
     group: int = 0
-    """The KV-parallel group whose device memory takes part."""
+    """KV-parallel group to which the device block of the copy belongs."""
 
 
 class HostSpace:
@@ -53,8 +53,8 @@ class HostSpace:
         return self._pool.num_free
 
     def store(self, blocks: Sequence[int], groups: Sequence[int]) -> list[int] | None:
-        """Allocate host blocks for these device blocks (`groups`: the group of each device block), list the copies, and
-        return the host blocks; None if too few are free.
+        """Allocate a host block for each of these device blocks (`groups`: the group of each device block), list the
+        copies, and return the host blocks; return None if too few are free.
         """
         if len(blocks) > self._pool.num_free:
             return None
@@ -66,8 +66,8 @@ class HostSpace:
         return targets
 
     def take_back(self, stored: list[int], blocks: Sequence[int], groups: Sequence[int]) -> None:
-        """List the copies of the `stored` host blocks to as many leading device blocks of `blocks`, and free the host
-        blocks.
+        """List the copies of the `stored` host blocks, one to each of the first device blocks in `blocks`, and free the
+        host blocks.
         """
         if self._records_copies:
             to_device = CopyDirection.TO_DEVICE

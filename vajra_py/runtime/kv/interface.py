@@ -28,7 +28,7 @@ from vajra_py.runtime.queues import HitChanges
 
 
 class KvRequest(Protocol):
-    """Attributes of a request that KV memory uses: its length, and a hash by identity."""
+    """The attributes of a request that KV memory reads: the request's length, and a hash by identity."""
 
     @property
     def num_known_tokens(self) -> int:
@@ -110,8 +110,8 @@ class KvMemory(Protocol):
         """Return the number of blocks that would become free if these resident requests were freed."""
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
-        """Return the ids of the request's device blocks in order of tokens, one table after the other if there are
-        several; callers must not change the sequence.
+        """Return the ids of the request's device blocks in the order of its tokens; if the request has several tables,
+        they follow one another. Callers must not change the sequence.
         """
 
     # Prefix cache
@@ -121,8 +121,9 @@ class KvMemory(Protocol):
         """Memory tiers below the device; None if there are none."""
 
     def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
-        """Return the number of leading cached tokens in each memory (the device and each tier), by its name; each token
-        counts for the nearest memory that holds it. Empty without lower tiers. Does not count as a use of the content.
+        """Return the number of leading cached tokens in each memory (the device and each tier), by the memory's name;
+        each token counts for the nearest memory that holds it. Empty without lower tiers. Does not count as a use of
+        the content.
         """
 
     def lookup_prefix(self, hashes: BlockHashes, num_known_tokens: int) -> int:
@@ -131,26 +132,26 @@ class KvMemory(Protocol):
         """
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Return the number of leading tokens that admission would find cached now; at least one token is left to
-        compute.
+        """Return the number of leading tokens that admission would find cached now, always less than the number of
+        known tokens.
         """
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
-        """Start to track changes of prefix hits and return the source that reports them, or stop if not `wanted`; None
-        if changes are not tracked.
+        """If `wanted`, start to track changes of prefix hits and return the source that reports the changes; otherwise
+        stop. Returns None if changes are not tracked.
         """
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Cache the full blocks of the first `num_tokens` tokens, whose KV is in memory or will be when the step has
-        run.
+        """Cache the full blocks of the first `num_tokens` tokens, whose KV is in memory or will be in memory when the
+        step has run.
         """
 
     def cache_each(self, requests: Sequence[KvRequest], num_tokens: Sequence[int]) -> None:
         """Call `cache_blocks` for each of these requests with its number of tokens, in this order."""
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
-        """Remove the cache entries of a request's blocks after its first `num_tokens` tokens, because the later tokens
-        will not be computed after all.
+        """Remove the cache entries of a request's blocks that reach beyond its first `num_tokens` tokens, because the
+        step will not compute the later tokens.
 
         Returns False and changes nothing if another request already shares one of these blocks.
         """
@@ -161,7 +162,9 @@ class KvMemory(Protocol):
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens."""
 
     def blocks_needed_in_steps(self, request: KvRequest, num_tokens: int) -> int:
-        """Return the largest number of free blocks needed at any time if several steps compute these tokens."""
+        """Return the largest number of free blocks that the request needs at any one time if several steps compute its
+        first `num_tokens` tokens.
+        """
 
     def expect_load(self, request: KvRequest, num_tokens: int) -> None:
         """Announce that `num_tokens` tokens after the cached ones will be loaded, not computed; called before the
@@ -211,11 +214,11 @@ class KvMemory(Protocol):
     # Swapping
 
     def swap_out(self, request: KvRequest, num_computed_tokens: int | None = None) -> int | None:
-        """Move a resident request to host memory; return the number of blocks moved, None if the host is full."""
+        """Move a resident request to host memory; return the number of blocks moved, or None if the host is full."""
 
     def swap_in(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
         """Move a swapped request back to the device with room for `num_tokens` tokens; return the number of blocks
-        moved, None if it does not fit.
+        moved, or None if too few blocks are free.
         """
 
     def drop_swapped(self, request: KvRequest) -> None:
@@ -240,12 +243,13 @@ class KvMemory(Protocol):
 
     @property
     def may_expire(self) -> bool:
-        """False as long as nothing has been pinned and content cannot expire; `next_due` is then infinite."""
+        """True if a pin may end or content may expire later; as long as this is False, `next_due` is infinite."""
 
     @property
     def repeat_headroom(self) -> int:
-        """Maximum number of blocks that may be taken in bulk: the free blocks. If evictions must be reported, cached
-        blocks do not count, because fast-forwarded steps take their blocks only after they have ended.
+        """Maximum number of blocks that may be taken in bulk: the free blocks. If evictions must be reported, free
+        blocks with cached content do not count, because fast-forwarded steps take their blocks only after these steps
+        have ended.
         """
 
     @property
@@ -256,7 +260,7 @@ class KvMemory(Protocol):
 
     @property
     def expires_content(self) -> bool:
-        """True if content may expire."""
+        """True if a retention policy gives content a lifetime."""
 
     def expire(self) -> None:
         """Drop idle content that has expired."""
@@ -268,32 +272,33 @@ class KvMemory(Protocol):
         """Pin the cached content of a registered request until `until`, seconds on the run's clock; an earlier pin with
         this name ends.
 
-        Returns False and changes nothing if pins would hold more blocks than they may.
+        Returns False and changes nothing if pins would then hold more blocks than allowed.
         """
 
     def unpin(self, name: Hashable) -> bool:
         """End a pin; return False if there is none."""
 
     def release_pin(self) -> Hashable | None:
-        """End the pin that would last longest, so that a request can run, and return its name; return None and change
-        nothing if pins keep no idle block, so that their ends would free none.
+        """End the pin that would last longest, so that a request can run, and return the pin's name. Returns None and
+        changes nothing if no idle block is kept for pins, so that ending pins would free no block.
         """
 
     @property
     def policy_error(self) -> PolicyError | None:
-        """Violation of the contract by a retention policy, of the device or of a tier; None if there was none."""
+        """Violation of the contract by the retention policy of the device or of a tier; None if there was none."""
 
     def report_content(self, events: ContentEvents) -> None:
         """Report the present content of the prefix cache to `events`, and every change from now on."""
 
     def report_evictions(self, notify: Callable[[CachedEntry, float], None] | None) -> None:
-        """From now on, call `notify` with the cached entry and the time for each block that a retention policy evicts,
-        before the block is overwritten; content that no request can hit is not reported. None: stop.
+        """From now on, for each block that a retention policy evicts, call `notify` with the cached entry and the
+        present time before the block is overwritten. Content that no request can hit is not reported. `notify` None:
+        stop.
         """
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Remove a resident request's blocks beyond its first `num_tokens` tokens from the cache, because their KV is
-        invalid and the request ends.
+        """Remove from the cache the blocks of a resident request that reach beyond its first `num_tokens` tokens,
+        because these blocks hold invalid KV and the request ends.
         """
 
     # Groups
@@ -303,22 +308,22 @@ class KvMemory(Protocol):
         """Pending prefill work of each group, in squared prompt tokens."""
 
     def groups_of(self, request: KvRequest) -> Sequence[int]:
-        """Return the groups that hold a resident request's KV, in order of tokens."""
+        """Return the groups that hold a resident request's KV, in the order of its tokens."""
 
     def group_tables(self, request: KvRequest) -> Sequence[Sequence[int]]:
         """Return the request's block ids in each group of `groups_of`; the lists must not be changed."""
 
     def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
-        """Return the groups that take part in computing the token after the first `num_done_tokens` (None: the computed
-        tokens).
+        """Return the groups that take part in computing the token after the first `num_done_tokens` (None: all tokens
+        computed so far).
         """
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> Sequence[int]:
         """Return how many of the first `num_done_tokens` tokens each group of `active_groups` holds."""
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the maximum number of tokens of the chunk after `num_done_tokens` tokens: all remaining ones, or those
-        up to a group's boundary.
+        """Return the maximum number of tokens in the chunk that follows the first `num_done_tokens` tokens: all
+        remaining tokens, or only the tokens that still belong to the group in which the chunk begins.
         """
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
@@ -331,8 +336,7 @@ class KvMemory(Protocol):
 
 
 def max_request_tokens(limits: ReplicaLimits, memory: KvMemory | None = None) -> int:
-    """Return the largest number of prompt and output tokens together that one request may have on a replica of these
-    sizes.
+    """Return the maximum total of prompt and output tokens that one request may have on a replica of these sizes.
 
     The last token needs no KV, so the limit is one more than the number of tokens that fit, or the model's length if
     that is smaller. `memory` matters only if it frees blocks while a request runs.

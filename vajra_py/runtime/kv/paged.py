@@ -58,8 +58,8 @@ class _BlockTable:
         """True if no other request can have this request's content."""
         self.reads_cache = reads_cache(hashes)
         self.may_be_cached = hashes is not None and not self.is_private and self.reads_cache
-        """True if a cache lookup may find blocks; private content can be found only after the request itself freed
-        cached blocks.
+        """True if a lookup for this request may find cached blocks. Private content can be found only after the request
+        itself has cached blocks and freed them.
         """
         self.blocks: list[int] = []
         self.num_cached = 0
@@ -131,7 +131,7 @@ class PagedKvMemory:
         or evicted.
         """
         self.may_expire = retention is not None
-        """False as long as nothing has been pinned and content cannot expire; `next_due` is then infinite."""
+        """True if a pin may end or content may expire later; as long as this is False, `next_due` is infinite."""
         self._pins = Pins()
         self._most_pinned = 0 if prefix_cache is None else int(prefix_cache.max_pinned_fraction * num_blocks)
         self._pool = self._new_pool(num_blocks, prefix_cache)
@@ -139,7 +139,7 @@ class PagedKvMemory:
         self._tables: dict[KvRequest, _BlockTable] = {}
         self._reserved: list[int] = []
         self._swaps: SwapsUnderWay | None = None
-        """Blocks that swap copies read while steps run; None if blocks are swapped between steps."""
+        """Blocks that are being read by copies for swaps while steps run; None if blocks are swapped between steps."""
 
     def _new_pool(self, num_blocks: int, options: PrefixCacheOptions | None) -> BlockPool:
         if self._retention is None or options is None:
@@ -190,8 +190,9 @@ class PagedKvMemory:
 
     @property
     def repeat_headroom(self) -> int:
-        """Maximum number of blocks that may be taken in bulk: the free blocks. If evictions must be reported, cached
-        blocks do not count, because fast-forwarded steps take their blocks only after they have ended.
+        """Maximum number of blocks that may be taken in bulk: the free blocks. If evictions must be reported, free
+        blocks with cached content do not count, because fast-forwarded steps take their blocks only after these steps
+        have ended.
         """
         pool = self._pool
         return pool.num_without_content if self.is_watched else pool.num_free
@@ -221,8 +222,8 @@ class PagedKvMemory:
     # Requests
 
     def register(self, request: KvRequest, hashes: BlockHashes | None = None) -> None:
-        """Register a request. Without hashes its content is never cached, so that it is computed again after a
-        preemption.
+        """Register a request. Without `hashes`, the request's content is never cached, so that it is computed again
+        after a preemption by recompute.
         """
         if request in self._tables:
             raise ValueError(f"PagedKvMemory.register: already registered ({request!r}). Forget it first.")
@@ -274,8 +275,8 @@ class PagedKvMemory:
         return len(self._tables[request].blocks)
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
-        """Return the ids of the request's device blocks in order of tokens: the table itself, which callers must not
-        change.
+        """Return the ids of the request's device blocks in the order of its tokens. This is the table itself, which
+        callers must not change.
         """
         return self._tables[request].blocks
 
@@ -286,8 +287,9 @@ class PagedKvMemory:
         return self._pool.block_of(block_hash)
 
     def tier_hits(self, hashes: BlockHashes, num_known_tokens: int) -> Mapping[str, int]:
-        """Return the number of leading cached tokens in each memory (the device and each tier), by its name; each token
-        counts for the nearest memory that holds it. Empty without lower tiers. Does not count as a use of the content.
+        """Return the number of leading cached tokens in each memory (the device and each tier), by the memory's name;
+        each token counts for the nearest memory that holds it. Empty without lower tiers. Does not count as a use of
+        the content.
         """
         if self.tiers is None:
             return {}
@@ -312,25 +314,25 @@ class PagedKvMemory:
         return len(blocks)
 
     def follow_hits(self, *, wanted: bool) -> HitChanges | None:
-        """Start to track changes of prefix hits and return the source that reports them, or stop and return None if not
-        `wanted`.
+        """If `wanted`, start to track changes of prefix hits and return the source that reports the changes; otherwise
+        stop and return None.
         """
         self._hits = FollowedHits(self) if wanted else None
         self._pool.hits = None if self._hits is None else self._hits.index
         return self._hits
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Return the number of leading tokens, in whole blocks, that admission would find cached now; at least one
-        token is left to compute.
+        """Return the number of leading tokens, in whole blocks, that admission would find cached now, always less than
+        the number of known tokens.
 
-        0 for a request that is resident or swapped. The cost of a repeated call depends only on the blocks cached or
-        evicted since the last call.
+        Returns 0 for a request that is resident or swapped. The cost of a repeated call depends only on the blocks
+        cached or evicted since the last call.
         """
         return len(self._found(request, self._tables[request])) * self.block_size
 
     def _found(self, request: KvRequest, entry: _BlockTable) -> list[int]:
-        """Return the leading full blocks of the request that its admission would hit; empty if it holds blocks, on
-        device or host. Callers must not change the list.
+        """Return the cached blocks that the request's admission would hit; empty if the request holds blocks, on device
+        or host. Callers must not change the list.
         """
         hashes = entry.hashes
         if not entry.may_be_cached or hashes is None or entry.blocks or entry.host:
@@ -379,8 +381,8 @@ class PagedKvMemory:
         return lookup.num_idle
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Make the KV of the first `num_tokens` tokens available to other requests; it is in memory or will be once the
-        step has run.
+        """Make the KV of the first `num_tokens` tokens available to other requests; the KV is in memory or will be in
+        memory once the step has run.
 
         Caches full blocks that are not cached yet. Blocks whose content no other request can have before this one ends
         are cached by `free`, so for content that is private after the prompt, one call before `free` suffices (or pass
@@ -412,8 +414,8 @@ class PagedKvMemory:
         self._pool.cache(blocks, block_hashes)
 
     def _validate(self, entry: _BlockTable, num_tokens: int) -> int:
-        """Record that the KV of the first `num_tokens` tokens is valid; return the number of these tokens that other
-        requests may use, 0 if no further block can be cached.
+        """Record that the KV of the first `num_tokens` tokens is valid; return the number of these tokens whose KV
+        other requests may use, or 0 if no further block can be cached.
         """
         hashes, size = entry.hashes, self.block_size
         if hashes is None:
@@ -440,8 +442,8 @@ class PagedKvMemory:
             entry.may_be_cached = entry.reads_cache
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
-        """Remove the cache entries of a request's blocks after its first `num_tokens` tokens, because the later tokens
-        will not be computed after all; with `unscheduled: keep`, do nothing.
+        """Remove the cache entries of a request's blocks that reach beyond its first `num_tokens` tokens, because the
+        step will not compute the later tokens; with `unscheduled: keep`, do nothing.
 
         Called for a request that leaves the step in which the blocks were cached. Returns False and changes nothing if
         another request already shares one of these blocks.
@@ -459,11 +461,11 @@ class PagedKvMemory:
         return True
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Remove a resident request's blocks beyond its first `num_tokens` tokens from the cache, because their KV is
-        invalid and the request ends.
+        """Remove from the cache the blocks of a resident request that reach beyond its first `num_tokens` tokens,
+        because these blocks hold invalid KV and the request ends.
 
-        If another request shares such a block, that request keeps the block, but all of its blocks from this one on are
-        removed from the cache as well, and it caches no further blocks.
+        If another request shares such a block, the other request keeps the block, but all of its own blocks from this
+        one on are removed from the cache as well, and none of its blocks are cached later.
         """
         entry = self._tables[request]
         void = set(entry.blocks[num_tokens // self.block_size : entry.num_cached])
@@ -616,7 +618,7 @@ class PagedKvMemory:
         """Pin the presently cached content of a request until `until`, seconds on the run's clock; an earlier pin with
         this name ends.
 
-        Returns False and changes nothing if pins would hold more blocks than they may.
+        Returns False and changes nothing if pins would then hold more blocks than allowed.
         """
         entry = self._tables[request]
         hashes, pool = entry.hashes, self._pool
@@ -644,8 +646,8 @@ class PagedKvMemory:
         return bool(hashes)
 
     def release_pin(self) -> Hashable | None:
-        """End the pin that would last longest, so that a request can run, and return its name; return None and change
-        nothing if pins keep no idle block, so that their ends would free none.
+        """End the pin that would last longest, so that a request can run, and return the pin's name. Returns None and
+        changes nothing if no idle block is kept for pins, so that ending pins would free no block.
         """
         if not self._pool.num_kept:
             return None
@@ -663,7 +665,7 @@ class PagedKvMemory:
 
     @property
     def expires_content(self) -> bool:
-        """True if content may expire."""
+        """True if a retention policy gives content a lifetime."""
         return isinstance(self._pool, RetainedBlockPool) and self._pool.expires_content
 
     def expire(self) -> None:
@@ -673,7 +675,7 @@ class PagedKvMemory:
 
     @property
     def policy_error(self) -> PolicyError | None:
-        """Violation of the contract by a retention policy, of the device or of a tier; None if there was none."""
+        """Violation of the contract by the retention policy of the device or of a tier; None if there was none."""
         if self.tiers is not None and self.tiers.policy_error is not None:
             return self.tiers.policy_error
         return self._pool.order.error if isinstance(self._pool, RetainedBlockPool) else None
@@ -685,8 +687,9 @@ class PagedKvMemory:
         events.stored(self._pool.contents())
 
     def report_evictions(self, notify: Callable[[CachedEntry, float], None] | None) -> None:
-        """From now on, call `notify` with the cached entry and the time for each block that a retention policy evicts,
-        before the block is overwritten; content that no request can hit is not reported. None: stop.
+        """From now on, for each block that a retention policy evicts, call `notify` with the cached entry and the
+        present time before the block is overwritten. Content that no request can hit is not reported. `notify` None:
+        stop.
         """
         self._notify_evicted = notify
         if isinstance(self._pool, RetainedBlockPool):
@@ -698,8 +701,8 @@ class PagedKvMemory:
         """Move a resident request to host memory and return the number of blocks moved; return None and change nothing
         if the host is full.
 
-        With `num_computed_tokens` (at least 1), only the blocks that hold these tokens are copied; the other blocks are
-        freed. Cached blocks can still be hit on the device until they are reused.
+        With `num_computed_tokens` (at least 1), only the blocks that hold this many leading tokens are copied; the
+        other blocks are freed. Cached blocks can still be hit on the device until they are reused.
         """
         entry = self._resident(request, "swap_out")
         table = entry.blocks
@@ -720,7 +723,7 @@ class PagedKvMemory:
 
     def swap_in(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
         """Move a swapped request back to the device with room for `num_tokens` tokens; return the number of blocks
-        moved, None if it does not fit.
+        moved, or None if too few blocks are free.
         """
         entry = self._swapped(request, "swap_in")
         stored = entry.host
@@ -736,8 +739,8 @@ class PagedKvMemory:
         return len(stored)
 
     def swap_beside_steps(self, swaps: SwapsUnderWay) -> None:
-        """From now on, release the blocks that a swap copy reads only at `end_swap` (with `frees_at_once`, this applies
-        to host blocks alone), because copies are made while steps run.
+        """From now on, copies for swaps are made while steps run: the blocks that a copy reads are released at
+        `end_swap`, not before. With `swaps.frees_at_once`, this applies only to host blocks.
         """
         self._swaps = swaps
 
@@ -797,7 +800,7 @@ class PagedKvMemory:
         return (0,)
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> list[int]:
-        """Return `num_done_tokens`, all of them in the only group."""
+        """Return a list with `num_done_tokens` alone: the only group holds all of these tokens."""
         return [num_done_tokens]
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
@@ -809,7 +812,7 @@ class PagedKvMemory:
 
     @property
     def pending_prefill_work(self) -> Sequence[int]:
-        """Pending prefill work by group, which is not tracked with one group: 0."""
+        """0 for the only group: its pending prefill work is not tracked."""
         return (0,)
 
     # Consistency

@@ -12,7 +12,7 @@ from typing import NamedTuple
 class _Pin(NamedTuple):
     hashes: Sequence[Hashable]
     until: float
-    """Seconds on the run's clock."""
+    """Time at which the pin ends, in seconds on the run's clock."""
     number: int
 
 
@@ -24,7 +24,7 @@ class Pins:
         """Lower bound of the time at which the next pin ends, in seconds on the run's clock; infinite without pins."""
         self._pins: dict[Hashable, _Pin] = {}
         self._ends: list[tuple[float, int, Hashable]] = []
-        """Heap of (end, number, name); it may still have entries of removed pins."""
+        """Heap of (end, number in the order of creation, name); it may still have entries of removed pins."""
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -51,8 +51,8 @@ class Pins:
         return () if pin is None else pin.hashes
 
     def due(self, now: float) -> list[Hashable]:
-        """Return the names of the pins that end at `now` or before, earliest end first, and remove their ends from the
-        heap; the pins remain until `remove`.
+        """Return the names of the pins that end at `now` or earlier, in the order of their ends. They leave the heap of
+        ends, but stay in force until `remove` is called.
         """
         names: list[Hashable] = []
         ends = self._ends
@@ -69,7 +69,9 @@ class Pins:
         return max(self._pins, key=lambda name: (self._pins[name].until, self._pins[name].number))
 
     def check(self, num_pinned: int) -> None:
-        """Raise AssertionError if more contents are pinned than these pins name."""
+        """Raise AssertionError if `num_pinned`, the number of pinned contents, is larger than the number of contents
+        that the pins name.
+        """
         contents = {one for pin in self._pins.values() for one in pin.hashes}
         if num_pinned > len(contents):
             raise AssertionError(f"Pins: {num_pinned} contents are pinned, and pins name {len(contents)}")

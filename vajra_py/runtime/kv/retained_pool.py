@@ -22,7 +22,7 @@ from vajra_py.runtime.kv.retention_order import CachedEntry, RetentionOrder
 
 
 class Retention(Struct, frozen=True):
-    """Retention policy of one replica or memory tier, with its name for errors."""
+    """Retention policy of one replica or memory tier, with the policy's name for error messages."""
 
     policy: RetentionPolicy
     name: str
@@ -65,15 +65,15 @@ class RetainedBlockPool(BlockPool):
         """
         self._clock = clock
         self.on_evicted: Callable[[CachedEntry, float], None] | None = None
-        """Called with the entry and the time for each block that the policy evicts, before the block is overwritten,
-        except for content that no request can hit; None: nothing is called.
+        """Called for each block that the policy evicts, with the entry and the present time, before the block is
+        overwritten; not called for content that no request can hit. None: nothing is called.
         """
         self._entry_of: dict[int, CachedEntry] = {}
         self._copies: dict[Hashable, list[int]] = {}
-        """Blocks in use for whose content lookups find another block, by content."""
+        """Blocks in use that lookups do not find because another block has the same content; by the content's hash."""
         self._copy_of: dict[int, Hashable] = {}
         self._expiries: list[tuple[float, int, CachedEntry]] = []
-        """Heap of (time, number of the entry when it became idle, entry)."""
+        """Heap of (time of expiry, number that the entry got when it became idle, entry)."""
         self._due: dict[CachedEntry, float] = {}
         """Idle content that has expired but is still continued by other content, with its time of expiry; it is dropped
         after the other content.
@@ -106,7 +106,9 @@ class RetainedBlockPool(BlockPool):
             self._remove(entry, now)
 
     def release(self, blocks: list[int], num_hashed: int = 0, request: object = None) -> None:
-        """Release one table's references; blocks without users become free unless their content is pinned."""
+        """Release a request's references to the blocks of one table; blocks left without users become free unless their
+        content is pinned.
+        """
         now, extra = self._clock(), self._extra_references
         plain: list[int] = []
         num_idle = 0
@@ -137,7 +139,7 @@ class RetainedBlockPool(BlockPool):
     def retire(self, blocks: list[int], num_filled: int, request: object = None) -> None:
         """Release an unshared table whose first `num_filled` blocks are full of content that cannot be hit again.
 
-        The retention policy gets these blocks as one entry like any other, without a mark that they cannot be hit.
+        The retention policy sees these blocks as one entry like any other; nothing shows that they cannot be hit.
         """
         self._freed.extend(blocks[num_filled:])
         if num_filled:
@@ -181,7 +183,7 @@ class RetainedBlockPool(BlockPool):
     def cache(
         self, blocks: Sequence[int], hashes: Sequence[Hashable], before: Hashable = None, request: object = None
     ) -> None:
-        """Enter blocks in use under their hashes, as the continuation of `before`; see `BlockPool.cache`."""
+        """Cache blocks in use under these hashes, as the continuation of the block `before`; see `BlockPool.cache`."""
         now, entries = self._clock(), self._entries
         parent = None if before is None else self._found(before)
         new: list[CachedEntry] = []
@@ -216,7 +218,7 @@ class RetainedBlockPool(BlockPool):
             self.lower.cached(hashes, before, request)
 
     def withdraw(self, blocks: Sequence[int]) -> None:
-        """Remove the hashes of these blocks in use, also if several requests share one."""
+        """Remove the hashes of these blocks in use, even of blocks that several requests share."""
         now = self._clock()
         for block in reversed(blocks):
             entry = self._entry_of.get(block)
@@ -251,7 +253,9 @@ class RetainedBlockPool(BlockPool):
         self.idle_version += 1
 
     def attach(self, blocks: Sequence[int], request: object = None) -> None:
-        """Add a reference to each of these blocks (found by `match`), for a request; idle ones are no longer free."""
+        """Add a reference to each of these blocks (found by `match`), for a request; idle blocks among them stop being
+        free.
+        """
         now, extra = self._clock(), self._extra_references
         used: list[CachedEntry] = []
         for block in reversed(blocks):

@@ -20,7 +20,8 @@ class CachedEntry:
     """Cached content of one block, as policies see it (`CachedBlock`). In a radix tree, whose nodes may be longer than
     a block, an entry is the content of one node.
 
-    A candidate is in a queue like a waiting request, so it has the attributes by which queues break ties.
+    Candidates for eviction are kept in the same kinds of queues as waiting requests, so entries have the attributes by
+    which queues break ties.
     """
 
     __slots__ = (
@@ -66,7 +67,7 @@ class CachedEntry:
         return str(getattr(self.request, "request_id", self.block_hash))
 
     def use(self, request: Any, now: float) -> None:
-        """Count a use by a request."""
+        """Count one use of the entry by a request."""
         self.num_uses += 1
         self.last_used_at = now
         self.request = request
@@ -98,7 +99,7 @@ class RetentionOrder(Generic[EntryT]):
         return sum(map(len, self._queues.values()))
 
     def number(self, entry: CachedEntry) -> None:
-        """Give an entry that becomes idle the next number in the order of becoming idle."""
+        """Set the `index` of an entry that becomes idle to the next number."""
         self._num_idle = entry.index = self._num_idle + 1
 
     def add(self, entry: EntryT, now: float) -> None:

@@ -3,7 +3,7 @@
 KV parallelism spreads one long request over several groups of workers, each with its own blocks. Token t of a request
 lies in the (t // group_tokens)-th of the request's groups. The blocks of an admission are allocated all or nothing;
 they should hold the whole prompt (`reservation: prompt`), because several long prompts that grow step by step could
-deadlock. Groups are tried in order of pending prefill work, measured in squared prompt tokens.
+deadlock. Groups are tried in ascending order of pending prefill work, measured in squared prompt tokens.
 
 Source: Medha (arXiv 2409.17264) and Vajra's tracker of KV-parallel state. Vajra's code does not subtract work from
 groups that were not active yet; this module subtracts a request's work from all of its groups as chunks complete, and
@@ -49,7 +49,7 @@ class _BlockTables:
         self.tables: list[list[int]] = []
         self.host: list[int] = []
         self.num_prefill_tokens = 0
-        """Number of tokens known at admission; their prefill counts as work."""
+        """Number of tokens known at admission; computing them counts as prefill work."""
         self.num_done_tokens = 0
         """Number of leading tokens computed, as counted by `on_chunk_done`."""
 
@@ -135,8 +135,8 @@ class KvParallelMemory:
 
     @property
     def growth_headroom(self) -> int:
-        """Maximum number of requests for which `grow_each` would succeed now, whichever requests they are: the free
-        blocks of the fullest group.
+        """Maximum number of requests for which `grow_each` would succeed now, whichever requests of less than the
+        maximum length they are: the free blocks of the fullest group.
         """
         return min(pool.num_free for pool in self._pools)
 
@@ -192,8 +192,8 @@ class KvParallelMemory:
         return self._tables_of[request].num_blocks
 
     def block_table(self, request: KvRequest) -> Sequence[int]:
-        """Return the group-local ids of the request's device blocks in order of tokens; `group_tables` returns them by
-        group.
+        """Return the group-local ids of the request's device blocks in the order of its tokens; `group_tables` returns
+        them by group.
         """
         return self._tables_of[request].blocks()
 
@@ -249,7 +249,7 @@ class KvParallelMemory:
         return ()
 
     def pin(self, name: Hashable, request: KvRequest, until: float) -> bool:
-        """Return True: there is nothing that another request could find."""
+        """Pin nothing and return True: nothing is cached."""
         return True
 
     def unpin(self, name: Hashable) -> bool:
@@ -277,7 +277,9 @@ class KvParallelMemory:
         return tuple(self._pending)
 
     def groups_of(self, request: KvRequest) -> Sequence[int]:
-        """Return the groups that hold the request's KV, in order of tokens; empty unless the request is resident."""
+        """Return the groups that hold the request's KV, in the order of its tokens; empty unless the request is
+        resident.
+        """
         return self._tables_of[request].groups
 
     def group_tables(self, request: KvRequest) -> Sequence[Sequence[int]]:
@@ -287,8 +289,8 @@ class KvParallelMemory:
     def active_groups(self, request: KvRequest, num_done_tokens: int | None = None) -> Sequence[int]:
         """Return the groups that take part in computing the token after the first `num_done_tokens`.
 
-        These are the groups that hold earlier tokens and the one that will hold this token; for a decode, these are all
-        groups of the request. `num_done_tokens` defaults to the progress counted by `on_chunk_done`.
+        These are the groups that hold earlier tokens and the group that will hold this token; for a decode, these are
+        all groups of the request. `num_done_tokens` defaults to the progress counted by `on_chunk_done`.
         """
         entry = self._tables_of[request]
         if num_done_tokens is None:
@@ -305,17 +307,17 @@ class KvParallelMemory:
         return [min(num_done_tokens - i * self.group_tokens, self.group_tokens) for i in range(len(groups))]
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the maximum number of tokens of the chunk after `num_done_tokens` tokens: the remaining ones, up to
-        the group's boundary.
+        """Return the maximum number of tokens in the chunk that follows the first `num_done_tokens` tokens: the
+        remaining tokens, as far as they belong to the group in which the chunk begins.
         """
         return min(num_remaining_tokens, self.group_tokens - num_done_tokens % self.group_tokens)
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
-        """Subtract the work of a computed chunk, (a + n)^2 - a^2 for n tokens after a tokens, from each of the
-        request's groups.
+        """Subtract the work of a computed chunk, which is (a + n)^2 - a^2 for n tokens that follow a tokens, from the
+        pending work of each of the request's groups.
 
-        Only prefill counts, and each token counts once, so a chunk may be reported when it is scheduled or when it is
-        finished.
+        Only prefill counts, and each token counts once even if it is reported twice, so a chunk may be reported when it
+        is scheduled or when it is finished.
         """
         entry = self._tables_of[request]
         before = entry.work
@@ -327,10 +329,11 @@ class KvParallelMemory:
             self._pending[group] += work
 
     def _place(self, num_blocks: int, excluded_groups: Collection[int]) -> list[tuple[int, int]] | None:
-        """Split `num_blocks` into pairs (group, number of blocks), a group's full share each and the remainder last;
-        None if there is no room.
+        """Split `num_blocks` into pairs (group, number of blocks): each pair has a group's full share of blocks, except
+        that the last pair has the remainder, if any. Returns None if too few blocks are free.
 
-        Groups are tried in order of pending prefill work, then of group number.
+        Groups are tried in ascending order of pending prefill work; of equal groups, the one with the smaller number
+        comes first.
         """
         num_groups, remainder = divmod(num_blocks, self._group_blocks)
         allowed = (group for group in range(self.num_groups) if group not in excluded_groups)
@@ -356,8 +359,8 @@ class KvParallelMemory:
     def _growth(
         self, entry: _BlockTables, num_blocks: int, excluded_groups: Collection[int]
     ) -> list[tuple[int, int]] | None:
-        """Return the pairs (group, number of blocks) to add so that the request holds `num_blocks`: first in its last
-        group, then in new groups; None if there is no room.
+        """Return the pairs (group, number of blocks) to add so that the request holds `num_blocks` in total: first in
+        its last group, then in new groups. Returns None if too few blocks are free.
         """
         num_new = num_blocks - entry.num_blocks
         if num_new <= 0:
@@ -415,8 +418,8 @@ class KvParallelMemory:
         """Reserve blocks for `num_tokens` tokens and return 0, because nothing is cached; return None and change
         nothing if there is no room.
 
-        A request that fits into one group goes to the group with the least pending work that has room, a longer request
-        to as few groups as possible.
+        A request that fits into one group goes to the group with the least pending work among the groups with enough
+        free blocks; a longer request goes to as few groups as possible.
         """
         entry = self._tables_of[request]
         if entry.groups or entry.host or num_tokens < 1:
@@ -436,7 +439,8 @@ class KvParallelMemory:
         """Allocate blocks until a resident request can hold `num_tokens` tokens; return False and change nothing if
         blocks are lacking.
 
-        The request grows in its last group until that holds `group_tokens` of its tokens, and then in a new group.
+        The request grows in its last group until this group holds `group_tokens` of the request's tokens, and then in a
+        new group.
         """
         entry = self._resident(request, "grow")
         plan = self._growth(entry, self.blocks_for(num_tokens), ())
@@ -490,8 +494,8 @@ class KvParallelMemory:
         """Move a resident request to host memory and return the number of blocks moved; return None and change nothing
         if the host is full.
 
-        With `num_computed_tokens` (at least 1), only the blocks that hold these tokens are copied; the other blocks are
-        freed.
+        With `num_computed_tokens` (at least 1), only the blocks that hold this many leading tokens are copied; the
+        other blocks are freed.
         """
         entry = self._resident(request, "swap_out")
         blocks = entry.blocks()
@@ -506,7 +510,7 @@ class KvParallelMemory:
 
     def swap_in(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
         """Move a swapped request back to the device with room for `num_tokens` tokens; return the number of blocks
-        moved, None if it does not fit.
+        moved, or None if too few blocks are free.
         """
         entry = self._swapped(request, "swap_in")
         stored = entry.host

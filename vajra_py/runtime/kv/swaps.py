@@ -8,7 +8,7 @@ from vajra_py.runtime.kv.interface import KvRequest
 
 
 class SwapsUnderWay:
-    """Blocks of one memory that copies of swapped requests are reading.
+    """Blocks of one KV memory that are being read by the copies of requests being swapped.
 
     These are device blocks of requests being swapped out, unless they are freed immediately, and host blocks of
     requests being swapped in.
@@ -19,14 +19,15 @@ class SwapsUnderWay:
     def __init__(
         self, frees_at_once: bool, on_forget: Callable[[KvRequest], None], on_clear: Callable[[], None]
     ) -> None:
-        """Create an empty record. `on_forget` is called with each request that is unregistered, `on_clear` when all
-        memory is lost.
+        """Create an empty record. With `frees_at_once`, device blocks are freed when a swap out begins. `on_forget` is
+        called with each request that is unregistered, `on_clear` when all memory is lost.
         """
         self.frees_at_once = frees_at_once
         self.on_forget = on_forget
         self.on_clear = on_clear
         self.leaving: dict[KvRequest, tuple[list[int], int]] = {}
-        """Device blocks of each request being swapped out, and the number of leading ones that are in the prefix cache."""
+        """Device blocks of each request being swapped out, and how many leading blocks of them are in the prefix cache.
+        """
         self.coming: dict[KvRequest, list[int]] = {}
         """Host blocks of each request being swapped in."""
 
@@ -38,5 +39,5 @@ class SwapsUnderWay:
 
     @property
     def device_blocks(self) -> Sequence[int]:
-        """Device blocks that are being read."""
+        """Device blocks that are being copied to host memory."""
         return [block for blocks, _ in self.leaving.values() for block in blocks]

@@ -38,7 +38,7 @@ class TierBlock(CachedEntry):
         self.slot = -1
         """Slot of the tier in which the block is stored; -1 if slots are not numbered."""
         self.source = -1
-        """Device block that the content is copied from, if that block is about to be overwritten; else -1."""
+        """Device block from which the content is copied, if that block is about to be overwritten; else -1."""
 
 
 class TierStore:
@@ -62,11 +62,11 @@ class TierStore:
         }
 
     def __len__(self) -> int:
-        """Number of allocated blocks, including those being written."""
+        """Number of allocated blocks, including blocks being written."""
         return len(self._blocks)
 
     def __iter__(self) -> Iterator[TierBlock]:
-        """Iterate over the blocks in order of entry, including those being written."""
+        """Iterate over the blocks in the order in which they were added, including blocks being written."""
         return iter(self._blocks.values())
 
     @property
@@ -90,7 +90,7 @@ class TierStore:
         return self._blocks.get(block_hash)
 
     def contents(self) -> list[Hashable]:
-        """Return the hashes of the content that can be read, in order of entry."""
+        """Return the hashes of the content that can be read, in the order in which it was added."""
         return [block_hash for block_hash, one in self._blocks.items() if one.is_here]
 
     # Adding and removing
@@ -120,7 +120,7 @@ class TierStore:
         return evicted
 
     def written(self, one: TierBlock, now: float) -> bool:
-        """Make content available whose transfer has ended; return False if its block was removed meanwhile."""
+        """Make content readable after its transfer to the tier; return False if its block was removed meanwhile."""
         if self._blocks.get(one.block_hash) is not one:
             return False
         one.is_here = True
@@ -128,7 +128,7 @@ class TierStore:
         return True
 
     def remove(self, one: TierBlock, now: float) -> None:
-        """Remove content without evicting it, because another level holds it or it was never written."""
+        """Remove content that another level holds or that was never written; this is no eviction."""
         if self._blocks.get(one.block_hash) is one:
             self._leave_idle(one)
             self._remove(one, now)

@@ -34,7 +34,7 @@ class TierRules(Struct, frozen=True):
 
     write: WriteRule = "write_back"
     after_uses: int = 2
-    """Number of uses, including the first computation, from which on `write_through_selective` writes content."""
+    """Number of uses of content, its first computation included, that `write_through_selective` requires."""
     is_exclusive: bool = False
     """True if the tier drops content that the level above holds. Only with `write_back`."""
     is_shared: bool = False
@@ -64,12 +64,12 @@ class TierLoad(Struct, frozen=True):
 
     blocks: Sequence[TierBlock]
     were_taken: bool
-    """True if the tier is exclusive, so that it may have dropped its copies."""
+    """True if the tier is exclusive, so that it may have dropped the blocks when the load began."""
 
 
 class TierFetch(Struct, frozen=True):
-    """Fetch of blocks from one lower tier to the first one, as pairs (block in the lower tier, block in the first tier)
-    in order of their chain.
+    """Fetch of blocks from one lower tier to the first tier, as pairs (block in the lower tier, block in the first
+    tier) in order of their chain.
     """
 
     level: int
@@ -95,8 +95,7 @@ class KvTiers:
         self.rules = rules
         self.block_size = block_size
         self.num_dropped = [0] * len(stores)
-        """Number of blocks, by level, that a tier could not take because all of its blocks were being read or written.
-        """
+        """Number of blocks, by level, that a tier could not take because it was full and could evict none."""
         self.on_forget: Callable[[Any], None] | None = None
         """Called with each request that leaves the replica or its queue."""
         self.on_give_up: Callable[[Any], None] | None = None
@@ -112,8 +111,8 @@ class KvTiers:
         self._loaded: dict[Hashable, int] = {}
         """Number of uses of each content that is being loaded to the device from an exclusive tier."""
         self._runs: dict[int, tuple[int, Sequence[int], Any]] = {}
-        """Idle device blocks whose content no request can hit; if evicted, it is written to the tiers, where it takes
-        up room like other content. By first block: (number of the run of blocks, blocks in order of content, request).
+        """Runs of idle device blocks whose content no request can hit; an evicted run is written to the first tier like
+        other content. By the run's first block: (number of the run, blocks in order of content, request).
         """
         self._num_runs = 0
         self._writes: list[tuple[int, TierBlock]] = []
@@ -144,8 +143,8 @@ class KvTiers:
     # Device
 
     def cached(self, hashes: Sequence[Hashable], before: Hashable, request: Any) -> None:
-        """Note that consecutive blocks of a request, which continue the block `before`, were entered in the device's
-        cache.
+        """Note that consecutive blocks of a request, which continue the block with the hash `before`, were added to the
+        device's cache.
         """
         device = self._device
         known = None if before is None else device.get(before)
@@ -204,8 +203,8 @@ class KvTiers:
             self._write(below, one.block_hash, one)
 
     def while_evicting(self, reuse: Callable[[list[int], int], None], taken: list[int], count: int) -> None:
-        """Call `reuse`; content that leaves the device's cache during the call counts as evicted. Content that leaves
-        the cache at other times has expired, is invalid or was never computed.
+        """Call `reuse` with the other arguments. Content that leaves the device's cache during the call counts as
+        evicted; content that leaves it at any other time has expired, is invalid or was never computed.
         """
         self._is_evicting = True
         reuse(taken, count)
@@ -287,8 +286,8 @@ class KvTiers:
         return writes
 
     def take_computed(self) -> Sequence[TierBlock]:
-        """Return the copies to the first tier, decided since the last call, of content that has been computed by now;
-        see `take_writes`.
+        """Return the copies to the first tier decided since the last call, whose content has been computed by now. As
+        with `take_writes`, the caller must report the end of each copy.
         """
         computed = self._computed
         if not computed:
@@ -341,8 +340,8 @@ class KvTiers:
         return levels
 
     def hit_tokens(self, hashes: BlockHashes, num_known_tokens: int, num_on_device: int) -> Mapping[str, int]:
-        """Return the number of leading cached tokens in each memory, by its name; each token counts for the nearest
-        memory that holds it. `num_on_device`: number of leading tokens that the device holds. Changes nothing.
+        """Return the number of leading cached tokens in each memory, by the memory's name; each token counts for the
+        nearest memory that holds it. `num_on_device`: number of leading tokens that the device holds. Changes nothing.
         """
         size = self.block_size
         found = {DEVICE: num_on_device, **dict.fromkeys(self.names, 0)}
@@ -355,8 +354,8 @@ class KvTiers:
     # Loading
 
     def begin_load(self, hashes: Sequence[Hashable], request: Any) -> TierLoad:
-        """Begin to load blocks for a request from the first tier, which must hold them and, if it is exclusive, drops
-        its copies.
+        """Begin to load blocks for a request from the first tier, which must hold them. An exclusive tier drops the
+        blocks unless another transfer is reading or writing them.
         """
         store, now = self.stores[0], self._clock()
         blocks: list[TierBlock] = []
@@ -396,8 +395,8 @@ class KvTiers:
                     self.written(0, again)
 
     def begin_fetch(self, hashes: Sequence[Hashable], levels: Sequence[int], request: Any) -> Sequence[TierFetch]:
-        """Begin to fetch blocks of lower tiers into the first one, as far as it has room; return one fetch for each
-        lower tier that sends blocks, nearest first.
+        """Begin to fetch blocks of lower tiers into the first tier, as far as it can take them; return one fetch for
+        each lower tier that sends blocks, the nearest tier first.
         """
         now, first = self._clock(), self.stores[0]
         sources: list[tuple[int, TierBlock]] = []
@@ -424,7 +423,7 @@ class KvTiers:
         return [TierFetch(level, pairs[level]) for level in sorted(pairs)]
 
     def end_fetch(self, fetch: TierFetch, num_arrived: int) -> None:
-        """End a fetch: the first `num_arrived` blocks have arrived in the first tier, the others will not arrive."""
+        """End a fetch of which only the first `num_arrived` blocks have arrived in the first tier."""
         store, now = self.stores[fetch.level], self._clock()
         for position, (source, new) in enumerate(fetch.pairs):
             store.unlock(source, now)

@@ -21,7 +21,7 @@ from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.support.clock import to_ticks
 
 _GONE = (RequestState.RUNNING, RequestState.HELD, RequestState.ENDED)
-"""States of requests that do not wait for an adapter."""
+"""States in which a request no longer waits for the adapter that was loaded for it."""
 
 
 class MergeRules(NamedTuple):
@@ -76,14 +76,14 @@ class Adapters:
         self.loads: list[AdapterLoad] = []
         """Loads that have begun and that `take_loads` has not returned yet."""
         self.load_ticks = {name: to_ticks(seconds) for name, seconds in load_s.items()}
-        """Time that a load takes in ticks, by the adapter's name."""
+        """Duration of a load, in ticks, by the adapter's name."""
         self.merging: MergeRules | None = None
         """Rules for the duration of simulated steps with several adapters; None: adapters take no time in steps."""
         self._replica_id = replica_id
         self._is_timed = True
         self._num_loads = 0
         self._slots: dict[str, AdapterLoad] = {}
-        """Content of each slot by adapter, the least recently used first."""
+        """Loads whose adapters occupy a slot, by the adapter's name, the least recently used adapter first."""
         self._free = list(range(max_loras))
         self._users: dict[str, set[Request]] = {}
         self._awaiting: dict[str, Request] = {}
@@ -110,7 +110,7 @@ class Adapters:
         return not all(load.has_ended for load in self._slots.values())
 
     def fits(self, request: RequestView) -> bool:
-        """Return True if a waiting request has no adapter, a slot holds its adapter, or the load of its adapter can
+        """Return True if a waiting request has no adapter, if its adapter is loaded, or if the load of its adapter can
         begin.
         """
         name = request.adapter
@@ -127,8 +127,8 @@ class Adapters:
         return not name or (name in self._slots and self._slots[name].has_ended)
 
     def admit(self, request: Request, now: float) -> Refusal | None:
-        """Return the reason why a request cannot run at `now`, None if it can; the load of its adapter begins if it is
-        not loaded and a slot is available.
+        """Return the reason why a request cannot run at `now`, or None if it can. Begins to load the request's adapter
+        if it is neither loaded nor being loaded and a slot is available.
         """
         name = request.adapter
         load = self._slots.get(name)
@@ -162,12 +162,12 @@ class Adapters:
             users.discard(request)
 
     def take_loads(self) -> list[AdapterLoad]:
-        """Return the loads that have begun since this was last called."""
+        """Return the loads that have begun since the last call."""
         loads, self.loads = self.loads, []
         return loads
 
     def is_under_way(self, number: int) -> bool:
-        """Return True if a load has not ended and its slot was not emptied."""
+        """Return True if the load with this `number` has not ended and its slot has not been emptied meanwhile."""
         return any(load.number == number and not load.has_ended for load in self._slots.values())
 
     def end_load(self, number: int) -> None:

@@ -1,7 +1,7 @@
 """LoRA adapters whose loads are managed by the engine: every adapter that a request names counts as loaded.
 
-Source: vLLM's scheduler, which counts the adapters of the requests that run (`max_loras`), and leaves loading to its
-workers.
+Source: vLLM's scheduler, which limits the number of adapters that running requests use (`max_loras`) and leaves loading
+to its workers.
 """
 
 from __future__ import annotations

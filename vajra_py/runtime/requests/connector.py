@@ -31,7 +31,7 @@ _ASKED_ABOUT = frozenset({RequestState.WAITING, RequestState.PREEMPTED})
 
 
 class Match(NamedTuple):
-    """Tokens that a connector can load after those that the prefix cache holds."""
+    """Answer of a connector: number of tokens that it can load after the tokens that the prefix cache holds."""
 
     num_tokens: int
     is_async: bool = False
@@ -45,11 +45,11 @@ class KvConnector(Protocol):
     """Source and sink of KV outside a replica; its answers are inputs of a run."""
 
     def matched(self, request: Request, num_local_tokens: int) -> Match | None:
-        """Return the tokens (whole blocks) that can be loaded after the cached ones; None: unknown yet, call again."""
+        """Return how many tokens (in whole blocks) can be loaded after the cached ones; None: not known yet."""
 
     def begins(self, request: Request, num_local_tokens: int, num_tokens: int) -> None:
         """Announce that a request is about to get blocks for an asynchronous load of the `num_tokens` tokens after its
-        cached ones.
+        `num_local_tokens` cached tokens.
         """
 
     def allocated(self, request: Request, num_tokens: int) -> None:
@@ -65,7 +65,7 @@ class FormedStep(Protocol):
     """A formed step, reduced to the requests that it computes."""
 
     def computes(self, request: Request) -> bool:
-        """Return True if the step computes tokens of a running request."""
+        """Return True if the step computes tokens of this running request."""
 
 
 class KvReport(Struct, frozen=True):
@@ -74,13 +74,13 @@ class KvReport(Struct, frozen=True):
     received: Collection[Request] = ()
     """Requests whose loads are over, successful or failed."""
     sent: Collection[Request] = ()
-    """Ended requests whose blocks are no longer needed."""
+    """Ended requests whose blocks the connector no longer needs."""
     failed: Collection[Request] = ()
     """Requests whose load has failed as a whole."""
     bad_blocks: frozenset[int] = frozenset()
     """Blocks whose load failed, so that their content is invalid."""
     num_returned: int = 0
-    """Number of steps that have completed with the report, if steps are formed ahead."""
+    """Number of steps that are reported as completed; used only if steps are formed ahead."""
 
 
 class ConnectorRules(Struct, frozen=True):
@@ -97,14 +97,13 @@ class ConnectorRules(Struct, frozen=True):
     reports_with_steps: bool = True
     """True if the connector reports when steps complete; otherwise at any time."""
     forms_ahead: bool = False
-    """True if steps are formed before the preceding one has completed; as that step may still write blocks, its
-    requests are not preempted.
+    """True if a step is formed before the preceding step has completed; since the preceding step may still write
+    blocks, its requests are not preempted.
     """
     draft_tokens: int = 0
-    """Number of tokens of a decode, with drafts and lookahead, for which asynchronous loads leave room; 0: no drafts.
-    """
+    """Number of tokens in a decode's step with drafts, for which asynchronous loads leave blocks; 0: no drafts."""
     draft_tables: int = 1
-    """Number of block tables for each of which an asynchronous load leaves blocks for `draft_tokens` tokens."""
+    """Number of block tables; for each of them, an asynchronous load leaves blocks for `draft_tokens` tokens."""
 
 
 class _Load(Struct):
@@ -123,9 +122,9 @@ class FailedLoads(Struct, frozen=True):
     """Requests affected by failed loads."""
 
     waiting: Sequence[Request]
-    """Requests that wait for their load."""
+    """Waiting requests whose load has failed, wholly or in part."""
     running: Mapping[Request, int]
-    """Running requests, with the number of their valid leading tokens."""
+    """Running requests that hold a block whose load failed, with each request's number of valid leading tokens."""
 
 
 class ConnectedKv:
@@ -141,7 +140,7 @@ class ConnectedKv:
         leaving: Container[Request] = frozenset(),
     ) -> None:
         """Create the state of one replica. `is_full` returns True if the step being formed takes no more requests;
-        `leaving`: aborted requests, which end with their step.
+        `leaving`: aborted requests, which end when their present step ends.
         """
         self.rules = rules
         self._connector = connector
@@ -154,11 +153,11 @@ class ConnectedKv:
         since.
         """
         self._matches: dict[Request, tuple[int, Match] | None] = {}
-        """Cached tokens and the connector's answer for requests considered in this step; None: no answer yet."""
+        """(Number of cached tokens, connector's answer) for requests considered in this step; None: no answer yet."""
         self._kept: dict[Request, _Kept] = {}
         """Ended requests that keep their blocks, with the reasons."""
         self._computes: set[Request] = set()
-        """Requests that dropped loaded tokens because no request could run; they must run before loading again."""
+        """Requests whose loaded KV was dropped because no request could run; they must run before loading again."""
         self._whole: set[Request] = set()
         """Requests admitted in this step without an earlier load, all of whose missing tokens the step computes."""
         self._ahead: deque[FormedStep] = deque()
@@ -167,18 +166,18 @@ class ConnectedKv:
     # Steps that are formed ahead
 
     def step_formed(self, plan: FormedStep) -> None:
-        """Note a step that computes something."""
+        """Note that a step was formed that computes tokens."""
         if self.rules.forms_ahead:
             self._ahead.append(plan)
 
     def is_written(self, request: Request) -> bool:
-        """Return True if a step that has not completed computes tokens of a running request."""
+        """Return True if a step that has not completed computes tokens of this running request."""
         return any(plan.computes(request) for plan in self._ahead)
 
     # Offering waiting requests
 
     def start_step(self) -> None:
-        """Drop the connector's answers of the last step."""
+        """Drop the connector's answers and the admissions noted in the last step."""
         self._matches.clear()
         self._whole.clear()
 
@@ -227,14 +226,14 @@ class ConnectedKv:
             self._lifecycle.load_again(request, now)
 
     def end_loads(self, now: float) -> None:
-        """End the loads that are over and whose requests were not offered to a scheduler since."""
+        """Let the requests of ended loads wait to run (or wait again without KV), if they were not offered since."""
         for request, load in list(self._loads.items()):
             if load.is_over:
                 self._end_load(request, load, now)
 
     def _ask(self, request: Request) -> Match | None:
-        """Query the connector about a waiting request that holds no blocks; return its match, None if the answer is
-        unknown yet.
+        """Query the connector about a waiting request that holds no blocks; return the connector's answer, or None if
+        it is unknown yet.
         """
         num_local = self._running_set.memory.cached_tokens(request)
         match = NOTHING if request in self._computes else self._connector.matched(request, num_local)
@@ -247,8 +246,8 @@ class ConnectedKv:
         return match
 
     def _match(self, request: Request) -> tuple[int, Match] | None:
-        """Return (cached tokens, match) of a waiting request without blocks, None if the answer is unknown yet. Queries
-        the connector if the request was not considered in this step yet, as in a shared queue.
+        """Return (number of cached tokens, connector's answer) for a waiting request without blocks, None if the answer
+        is unknown yet. Queries the connector first if the request was not considered in this step yet.
         """
         if request not in self._matches:
             self._ask(request)
@@ -257,8 +256,8 @@ class ConnectedKv:
     # Admission
 
     def loads_beside_steps(self, request: Request) -> bool:
-        """Return True if a waiting request has an asynchronous load; the request computes nothing until the load has
-        ended.
+        """Return True if the connector's answer in this step is to load tokens of a waiting request asynchronously; if
+        it is admitted, the request then computes nothing until the load has ended.
         """
         found = self._matches.get(request)
         return found is not None and found[1].is_async and found[1].num_tokens > 0
@@ -271,8 +270,8 @@ class ConnectedKv:
 
     def blocks_needed(self, request: Request, num_tokens: int, *, in_steps: bool) -> int:
         """Return the number of free blocks that admission needs: the blocks that the request takes (with `in_steps`,
-        the most that it holds at any one time) and, for an asynchronous load, the blocks reserved for prompts in
-        progress.
+        its maximum at any one time) or, if this is more, the blocks of its asynchronous load plus those reserved for
+        prompts in progress.
         """
         memory = self._running_set.memory
         count = memory.blocks_needed_in_steps if in_steps else memory.blocks_needed
@@ -286,7 +285,7 @@ class ConnectedKv:
     def _blocks_of_load(self, request: Request, num_tokens: int) -> int:
         """Return the number of free blocks that an asynchronous load needs to begin, including reserved blocks.
 
-        If nothing else is in progress, it is at most the number of all blocks, so that the load need not wait forever.
+        If nothing else is in progress, returns at most the total number of blocks, or the load could wait forever.
         """
         running_set = self._running_set
         num_blocks = running_set.memory.blocks_needed(request, num_tokens)
@@ -297,7 +296,7 @@ class ConnectedKv:
 
     def _num_reserved(self) -> int:
         """Return the number of blocks that requests whose prompts are being loaded or computed still need, for their
-        known tokens and the first decode with drafts.
+        known tokens and their first decode step with drafts, plus the blocks for drafts of the request to be loaded.
         """
         memory, ahead = self._running_set.memory, self.rules.draft_tokens
         partial = (one for one in self._running_set.partial if one not in self._whole)
@@ -311,7 +310,7 @@ class ConnectedKv:
 
     def begin_load(self, request: Request, now: float) -> bool | None:
         """Begin an asynchronous load of a request's KV, or bind the request if the connector's answer is unknown yet,
-        and return True; return None if there is no asynchronous load, False if blocks are lacking.
+        and return True. Return None if there is nothing to load asynchronously, False if blocks are lacking.
         """
         found = self._match(request)
         if found is None:
@@ -332,7 +331,7 @@ class ConnectedKv:
         return True
 
     def admitted(self, request: Request, num_loaded_tokens: int, *, is_whole: bool) -> None:
-        """Note that a request got memory to run; `is_whole`: its first step computes all tokens that were not loaded."""
+        """Note that a request is admitted; `is_whole`: its first step computes all tokens that were not loaded."""
         was_loaded = self._loads.pop(request, None) is not None
         if is_whole and not was_loaded:
             self._whole.add(request)
@@ -355,7 +354,7 @@ class ConnectedKv:
         return KvReport(received, sent, failed, frozenset(news.bad_blocks), news.num_returned)
 
     def num_tokens_of(self, request: Request) -> int | None:
-        """Return the number of leading tokens covered by a request's load, or kept by an ended request; None for any
+        """Return the number of leading tokens whose KV a request's load covers, or an ended request keeps; None for any
         other request.
         """
         kept = self._kept.get(request)
@@ -377,7 +376,7 @@ class ConnectedKv:
         return self._kept.keys()
 
     def find(self, request_id: str) -> Request | None:
-        """Return the request with this id that has a load, or keeps its blocks after its end; None without one."""
+        """Return the request with this id that has a load, or keeps its blocks after its end; None if there is none."""
         return next((one for one in (*self._kept, *self._loads) if one.request_id == request_id), None)
 
     def holds(self, request: RequestView) -> bool:
@@ -444,8 +443,8 @@ class ConnectedKv:
         return FailedLoads(list(failed), self.find_void(report.bad_blocks, num_scheduled))
 
     def find_void(self, bad_blocks: Collection[int], num_scheduled: Callable[[Request], int]) -> Mapping[Request, int]:
-        """Return the running requests whose step is invalid because they hold a bad block, with the number of their
-        valid tokens.
+        """Return the running requests whose step is invalid because they hold a bad block, with each request's number
+        of valid tokens.
 
         `num_scheduled` gives the tokens of a request in the reporting step, which is not completed yet.
         """

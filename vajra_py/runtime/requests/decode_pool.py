@@ -151,8 +151,8 @@ class DecodePool:
         return self._ends.get(self.num_emitted + 1, ())
 
     def growth_cycle(self, num_steps: int) -> array[int]:
-        """Return the number of members that take a new block in each of the next `num_steps` steps, or only in the next
-        `block_size` steps if these are fewer; after them, the numbers repeat.
+        """Return, for each of the next `num_steps` steps, the number of members that take a new block; at most
+        `block_size` numbers, because they repeat after `block_size` steps.
         """
         counts, size = self._num_growing, self._block_size
         start = self.num_committed % size
@@ -160,7 +160,7 @@ class DecodePool:
         return counts[start:stop] if stop <= size else counts[start:] + counts[: stop - size]
 
     def growth_by_step(self, num_steps: int) -> list[int]:
-        """Return the number of members that take a new block in each of the next `num_steps` steps."""
+        """Return, for each of the next `num_steps` steps, the number of members that take a new block."""
         cycle = self.growth_cycle(num_steps)
         return [cycle[step % self._block_size] for step in range(num_steps)]
 
@@ -170,7 +170,9 @@ class DecodePool:
         return rounds * len(self.members) + sum(self.growth_cycle(rest))
 
     def advance(self, ended_at: array[int]) -> None:
-        """Count steps of the whole pool, which ended at these ticks, as planned and completed; no member ended."""
+        """Count several steps of the whole pool, which ended at these ticks, as planned and completed; no member may
+        have ended in them.
+        """
         self.num_emitted += len(ended_at)
         self.num_committed += len(ended_at)
         self._log.extend(ended_at)

@@ -25,8 +25,8 @@ PinSeconds: TypeAlias = Callable[[Request, float], float]
 MOVED = "moved"
 """Kind of the first chunk of a request that arrived on its replica with its KV."""
 _KINDS = {RequestState.WAITING: "admitted", RequestState.ARRIVED: MOVED}
-"""Kind of a request's first chunk after its admission, by its state before. For other states, it is "resumed", or
-"admitted" if KV was loaded before the first admission.
+"""Kind of a request's first chunk after its admission, by the request's state before. For other states, the kind is
+"resumed", or "admitted" if KV was loaded before the first admission.
 """
 
 
@@ -34,11 +34,11 @@ class Held(Struct, frozen=True, eq=False):
     """KV that stays on a replica when its request leaves."""
 
     num_tokens: int
-    """Number of tokens whose KV is on this replica; the request may have computed more on another one."""
+    """Number of tokens whose KV is on this replica; the request may have computed more tokens on another replica."""
 
 
 class KeepsEnded(Protocol):
-    """Connector that may need the blocks of requests after they have ended."""
+    """Connector that may need the blocks of requests after the requests have ended."""
 
     def keeps(self, request: Request) -> bool:
         """Return True if a request that ends now keeps its blocks until `Lifecycle.release_kept` is called."""
@@ -78,13 +78,13 @@ class Lifecycle:
         yet.
         """
         self.keeps_as_cached = False
-        """True if freeing a request's blocks caches no further ones: only blocks that were cached when steps were
-        formed stay cached; blocks that accepted drafts filled later do not become cached.
+        """True if freeing a request's blocks adds none of them to the prefix cache: only blocks that were cached when
+        steps were formed stay cached, not blocks that accepted drafts filled later.
         """
 
     def _num_valid(self, request: Request) -> int | None:
         """Return the number of leading tokens whose blocks are cached when this request's blocks are freed; None: only
-        blocks that are cached already stay so.
+        blocks that are already cached stay cached.
         """
         return None if self.keeps_as_cached else request.num_computed_tokens
 
@@ -167,7 +167,7 @@ class Lifecycle:
 
     def lose_memory(self, request: Request, now: float) -> None:
         """Make a running request whose KV is invalid wait again with no computed tokens. Policies are notified of a
-        preemption, but the request's own count does not include it.
+        preemption, but `Request.num_preemptions` does not count it.
         """
         running_set = self._running_set
         running_set.drop(request)
@@ -194,8 +194,8 @@ class Lifecycle:
             self._running_set.read_keys_again()
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int, now: int) -> None:
-        """Count the drafts of the step that produced a request's newest token, and the drafts that became output; the
-        request may have been preempted since.
+        """Count the drafts that were verified by the step that produced the request's newest token, and those of them
+        that became output. The request may have been preempted since that step.
         """
         if request.state is _RUNNING:
             request.add_verified(num_drafts, num_accepted, now)
@@ -221,7 +221,7 @@ class Lifecycle:
     ) -> None:
         """End a resident request and free its memory; its cached blocks can still be hit.
 
-        With `keeps_blocks`, the memory is freed when `release_ended` is called; if a connector keeps the blocks, by
+        With `keeps_blocks`, the memory is freed only by `release_ended`; if a connector keeps the blocks, only by
         `release_kept`.
         """
         self._running_set.drop(request)
@@ -290,8 +290,8 @@ class Lifecycle:
         self._running_set.admit(request)
 
     def can_resume(self, request: Request) -> bool:
-        """Acquire the adapter of a resumed request; return False if it is no longer loaded because another adapter has
-        its slot.
+        """Acquire the adapter of a resumed request; return False if the adapter is no longer loaded because another
+        adapter has taken its slot.
         """
         adapters = self._running_set.adapters
         if adapters is None:
@@ -469,7 +469,7 @@ class Lifecycle:
 
 
 def end_request(request: Request, reason: EndReason, detail: str, now: float) -> None:
-    """Set the fields of a request's end."""
+    """Move a request to the state ENDED, and set the fields that describe its end."""
     request.move_to(_ENDED)
     request.end_reason = reason
     request.detail = detail

@@ -34,30 +34,32 @@ class Listeners(Struct, frozen=True):
     tier_blocks_removed: tuple[Callback, ...] = ()
     tiers_cleared: tuple[Callback, ...] = ()
     program_ends: tuple[tuple[Any, Callback], ...] = ()
-    """Pairs of policy and callback: a policy may be among the listeners of several replicasets, and is notified only
-    once.
+    """Pairs of policy and callback. The policy identifies the callback, because a policy that listens in several
+    replicasets must be notified only once.
     """
     across_replicas: bool = False
     """True if a listener may receive events of several replicas."""
 
     @property
     def listen_only_to_steps(self) -> bool:
-        """True if there are no callbacks for events other than ends of steps."""
+        """True if all callbacks are for ends of steps."""
         return structs.replace(self, step_ends=(), step_runs=(), across_replicas=False) == NOBODY
 
     @property
     def listen_to_each_step(self) -> bool:
-        """True if a policy needs every single step end, because it does not accept runs of equal steps."""
+        """True if a policy must be notified of the end of every single step, because it has no callback for runs of
+        equal steps.
+        """
         return len(self.step_ends) > len(self.step_runs)
 
     @property
     def listen_to_content(self) -> bool:
-        """True if a policy listens to the content of caches."""
+        """True if a policy listens to changes of the content of prefix caches or memory tiers."""
         return bool(self.blocks_stored or self.blocks_removed or self.caches_cleared or self.listen_to_tiers)
 
     @property
     def listen_to_tiers(self) -> bool:
-        """True if a policy listens to the content of memory tiers below the devices."""
+        """True if a policy listens to changes of the content of memory tiers below the devices."""
         return bool(self.tier_blocks_stored or self.tier_blocks_removed or self.tiers_cleared)
 
 

@@ -21,8 +21,8 @@ def pin_name(request: RequestView) -> Hashable:
 
 
 def checked_seconds(seconds: object) -> float:
-    """Return a time to live in seconds, at most `FURTHEST_S`. Raises `ValueError` if it is negative or not a finite
-    number.
+    """Return `seconds`, a pin's duration, as a float of at most `FURTHEST_S`. Raises `ValueError` if `seconds` is
+    negative or not a finite number.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or not isfinite(seconds) or seconds < 0:
         raise ValueError(f"a pin lasts a number of seconds (got {seconds!r}). Allowed: 0 to {FURTHEST_S:.0f}")
@@ -38,8 +38,8 @@ class Pinning:
         self.observers: Sequence[Observer] = ()
 
     def pin(self, request: Request, seconds: float, now: float) -> bool:
-        """Pin the content of a registered request for this time; return False and change nothing if pins would hold
-        more blocks than they may.
+        """Pin the content of a registered request for `seconds` seconds; return False and change nothing if pins would
+        then hold more blocks than allowed.
         """
         name, memory = pin_name(request), self._memory
         if not memory.pin(name, request, now + seconds):
@@ -60,8 +60,8 @@ class Pinning:
             self._notify(name, PinEnd.EXPIRED, now)
 
     def release_one(self, now: float) -> bool:
-        """End the pin that would last longest; return False if pins keep no idle block, so that their ends would free
-        none.
+        """End the pin that would last longest. Returns False if no idle block is kept for pins, so that ending pins
+        would free no block.
         """
         name = self._memory.release_pin()
         if name is None:

@@ -59,8 +59,8 @@ class Program:
         self.run_s = 0.0
         self.wait_s = 0.0
         self.activity = 0
-        """Number of arrivals and ends of calls so far; an end of the program is scheduled for one number, and ignored
-        if the number has changed.
+        """Number of arrivals plus number of ends of calls so far; a scheduled end of the program is ignored if this
+        number has changed since the end was scheduled.
         """
         self.failed: dict[str, EndReason] = {}
         """Calls that ended without a result, by id."""
@@ -80,12 +80,12 @@ class Program:
 
     @property
     def service_tokens(self) -> int:
-        """Number of tokens computed for ended calls."""
+        """Number of tokens computed for ended calls: prompt tokens that were not prefix hits, plus output tokens."""
         return self.num_prompt_tokens - self.num_cached_tokens + self.num_output_tokens
 
     def siblings(self, request: RequestView) -> Sequence[str]:
-        """Return the ids of the other calls that have arrived and have the same parents; empty for a call without
-        parents.
+        """Return the ids of the program's other calls that have arrived and have the same parents as `request`; empty
+        for a call without parents.
         """
         same = self._arrived.get(request.parent_calls, ())
         return tuple(one for one in same if one != request.request_id)
@@ -142,8 +142,8 @@ class Programs:
     """The programs of a run that have not ended, by id."""
 
     def __init__(self, idle_s: float | None = None) -> None:
-        """Create an empty collection. `idle_s`: seconds without a call after which a program ends; None: a program ends
-        only by its client's declarations.
+        """Create an empty collection. `idle_s`: seconds without a call that is alive, after which a program ends; None:
+        a program ends only by its client's declarations.
         """
         self.idle_s = idle_s
         self.on_pause: Callable[[Program], None] | None = None
@@ -170,8 +170,8 @@ class Programs:
         program.add(request)
 
     def why_never(self, facts: RequestFacts) -> str | None:
-        """Return the reason why a call can never be served, because a call whose result it needs ended without one;
-        None if it can.
+        """Return the reason why a call can never be served: a call whose result it needs has ended without a result.
+        Returns None if the call can be served.
         """
         program = self._open.get(facts.program_id)
         if program is None or not program.failed:
@@ -183,7 +183,7 @@ class Programs:
         return None
 
     def leave(self, request: Request, reason: EndReason, now: float) -> None:
-        """Count the end of a request that is a call of a program."""
+        """Count the end of a request that belongs to a program."""
         program = request.program
         assert program is not None
         program.end_call(request, reason, now)

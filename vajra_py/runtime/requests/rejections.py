@@ -5,7 +5,9 @@ from __future__ import annotations
 QUEUE_FULL = "the queue is full"
 ALL_FAILED = "every replica has failed"
 OUT_OF_SERVICE = "out of service"
-"""Beginning of the detail of requests of a replicaset that is out of service because a policy broke the contract."""
+"""Beginning of the detail of a request that is rejected because its replicaset is out of service, after a policy broke
+the contract.
+"""
 SHED = "shed by the admission policy"
 
 SHED_KIND, QUEUE_FULL_KIND, NO_REPLICA_KIND, OWN_KIND = "shed", "queue_full", "no_replica", "cannot_run"
@@ -20,7 +22,7 @@ by the request, by wrong settings or by a policy.
 
 
 def rejection_kind(detail: str) -> str:
-    """Return the kind of a rejected request by its detail, one of `REJECTION_KINDS`."""
+    """Return the kind of a rejection, one of `REJECTION_KINDS`, from the rejected request's `detail`."""
     if detail.startswith(SHED):
         return SHED_KIND
     if detail.startswith(QUEUE_FULL):

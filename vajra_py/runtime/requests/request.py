@@ -105,12 +105,12 @@ class Admission(Struct):
     Attributes:
         outcome: "accepted", "degraded", "refused", or "deferred" (no decision yet, or the request ended before one).
         degraded: new values set by the admission policy, such as `max_tokens=64, slo_class=batch`.
-        refusal: reason of its refusal.
-        retry_after_s: seconds after which its client may try again.
-        num_deferrals: number of its deferrals.
-        deferral: reason of its latest deferral.
-        deferred_at: time of its first deferral, seconds.
-        deferred_s: total time for which it was deferred.
+        refusal: reason of the request's refusal.
+        retry_after_s: seconds after which the client of a refused request may try again.
+        num_deferrals: number of times that the request was deferred.
+        deferral: reason of the request's latest deferral.
+        deferred_at: time of the request's first deferral, in seconds on the run's clock.
+        deferred_s: total time for which the request was deferred, in seconds.
     """
 
     outcome: str = ""
@@ -140,11 +140,12 @@ else:
 
 
 class CountedTokens(NamedTuple):
-    """Tokens that a step produced for a decode, counted at the step's end or when its drafts are verified.
+    """Tokens that a step produced for a decode, counted when the step ends or when the step's drafts are verified.
 
     Attributes:
         tick: time of the count.
-        num_new: 1 if the token that the step produces in any case is counted here; 0 if it was counted before.
+        num_new: 1 if the token that the step produces even without accepted drafts is counted here; 0 if this token
+            was counted before.
         num_drafts: number of drafts that were verified.
     """
 
@@ -158,7 +159,7 @@ class SharedSteps:
     """Steps of decodes with drafts that decode together in every step, kept once for all of these requests.
 
     Attributes:
-        requests: the requests; empty once no further step is added.
+        requests: these requests; empty once no further step can be added.
         steps: for each step, the fields of `CountedTokens`; the numbers of drafts are columns with one entry per
             request.
     """
@@ -170,7 +171,7 @@ class SharedSteps:
         self.steps: list[tuple[int, int, Sequence[int], Sequence[int]]] = []
 
     def steps_of(self, place: int, first: int) -> list[CountedTokens]:
-        """Return the steps from index `first` on of the request at index `place`."""
+        """Return the steps, from index `first` on, for the request at index `place` of `requests`."""
         steps = self.steps[first:]
         return [CountedTokens(tick, num_new, each[place], accepted[place]) for tick, num_new, each, accepted in steps]
 
@@ -194,8 +195,8 @@ class LooksUpPrefixes(Protocol):
         """Return the number of leading tokens of a request that its replica's prefix cache holds."""
 
     def tier_hits(self, request: Request) -> Mapping[str, int]:
-        """Return the number of leading tokens of a request in each memory of its replica, by name; each token counts
-        once, for the highest of these memories that holds it. Empty without tiers.
+        """Return the number of leading tokens of a request that each memory of its replica holds, by the memory's name;
+        each token counts only for the nearest memory that holds it. Empty without tiers.
         """
 
 
@@ -270,20 +271,25 @@ class Request(_Stated):
         self.replica_id = -1
         self.num_cached_tokens = 0
         self._steps: list[CountedTokens] | None = None
-        """Steps whose tokens are counted, but not entered in `_token_log` and `_draft_log` (rarely read) yet."""
+        """Steps whose tokens are counted but not yet entered in `_token_log` and `_draft_log`, which are rarely read.
+        """
         self._shared: tuple[SharedSteps, int, int] | None = None
-        """Shared steps that follow `_steps`: (the steps, the request's index, index of the first step not entered)."""
+        """Shared steps that follow `_steps`: (the steps, index of this request in them, index of the first step that is
+        not yet entered in the logs).
+        """
         self._num_drafted = self._num_accepted = 0
         self._draft_log: list[int] | None = None
         """The entries of `draft_log`, flattened."""
         self.proposals: Sequence[tuple[int, int]] = ()
-        """Pairs (number of output tokens before, number of drafts proposed) if drafts are real tokens; else empty."""
+        """For each proposal of drafts: (number of output tokens before it, number of drafts). Empty unless drafts are
+        real tokens.
+        """
         self.num_preemptions = 0
         self.num_losses = 0
         """Number of replica failures that count towards the request's limit of reruns; see `Failure`."""
         self.stays_at = -1
-        """Id of the replica that dropped the request's transferred KV; the request is not moved from this replica with
-        KV again. -1: none.
+        """Id of the replica that dropped the request's transferred KV; the request will not leave this replica with its
+        KV. -1: none.
         """
         self.preempted_index = 0
         self.admitted_index = 0
@@ -391,8 +397,8 @@ class Request(_Stated):
 
     @property
     def is_decode(self) -> bool:
-        """True if the request is one of its replica's decodes: its prompt is computed, and exactly one known token is
-        not.
+        """True if the request is one of its replica's decodes: its prompt is computed, and exactly one of its known
+        tokens is not computed yet.
         """
         return self._pool is not None or self.is_skipped
 
@@ -415,8 +421,8 @@ class Request(_Stated):
 
     @property
     def next_token_due_at(self) -> float | None:
-        """Deadline of the next token in seconds: by the TTFT SLO for the first token, by the TBT SLO for later ones;
-        None if the request does not have this SLO.
+        """Deadline of the next token in seconds: by the TTFT SLO for the first token, by the TBT SLO for later tokens;
+        None if the request does not have the SLO in question.
         """
         if self.num_output_tokens == 0:
             return None if self.ttft_slo_s is None else self.arrived_at + self.ttft_slo_s
@@ -424,16 +430,17 @@ class Request(_Stated):
         return None if self.tbt_slo_s is None or last_at is None else last_at + self.tbt_slo_s
 
     def prefix_hit_tokens(self) -> int:
-        """Return the number of leading tokens that the prefix cache of the request's replica holds now; 0 unless the
-        request waits there without KV.
+        """Return the number of the request's leading tokens that its replica's prefix cache holds now; 0 unless the
+        request waits on that replica without KV.
         """
         caches = self.caches
         is_bound = caches is not None and self.replica_id >= 0 and self.state in _UNCOMPUTED
         return caches.prefix_hits(self) if is_bound and caches is not None else 0
 
     def tier_hit_tokens(self) -> Mapping[str, int]:
-        """Return the number of leading tokens that each memory of the request's replica holds, by name; each token is
-        counted once. Empty unless the request waits there without KV.
+        """Return the number of the request's leading tokens that each memory of its replica holds, by the memory's
+        name; each token counts only for the nearest memory that holds it. Empty unless the request waits on that
+        replica without KV.
         """
         caches = self.caches
         is_bound = caches is not None and self.replica_id >= 0 and self.state in _UNCOMPUTED
@@ -466,8 +473,8 @@ class Request(_Stated):
             self._computed += num_accepted
 
     def _own_steps(self) -> list[CountedTokens]:
-        """Return the list of steps to which a step of this request alone is added; ends its shared steps, for all
-        requests.
+        """Return the request's own list of steps, for a step that is not shared. If the request shared steps with other
+        requests, the shared steps are copied to the list, and none of these requests shares further steps.
         """
         steps = self._steps
         if steps is None:
@@ -539,7 +546,7 @@ def num_computed_of(requests: Sequence[Request]) -> list[int]:
 
 
 def count_planned(requests: Sequence[Request]) -> None:
-    """Count one more token of each of these requests, none of them in a decode pool, as computed."""
+    """Count one more token of each of these requests as computed; none of them may be in a decode pool."""
     for request in requests:
         request._computed += 1
 
@@ -566,9 +573,9 @@ class DraftedOutputs:
         """Count the tokens that a step at this tick produced for decodes.
 
         Each request gets its accepted drafts, after one more token that is counted here if `num_new` is 1 and was
-        counted before if it is 0. The columns must not change afterwards. All is done in loops over the requests'
-        fields, because every decode of a step with drafts is counted here; requests that were also those of the last
-        call share one entry for the step.
+        counted before if it is 0. The caller must not change `num_drafts` and `num_accepted` afterwards. All is done in
+        loops over the requests' fields, because every decode of a step with drafts is counted here; if the requests are
+        the same as in the last call, they share one entry for the step.
         """
         shared = self._shared
         if requests and shared.requests == requests:

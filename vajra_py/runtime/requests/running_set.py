@@ -22,8 +22,8 @@ from vajra_py.runtime.requests.request import Request
 
 
 class PoolChanges(NamedTuple):
-    """Requests that joined and left a replica's decode pool since its last plan. A request that left and joined again
-    is in both lists.
+    """Requests that joined and requests that left a replica's decode pool since the replica's last plan. A request that
+    left and joined again is in both lists.
     """
 
     joined: Sequence[Request]
@@ -104,7 +104,7 @@ class RunningSet:
 
     @property
     def may_admit(self) -> bool:
-        """True if a waiting request may be admitted."""
+        """True if at least one waiting request may be admitted."""
         return bool(self.num_waiting and self.admits) or (self.connected is not None and self.connected.num_holding > 0)
 
     @property
@@ -126,7 +126,7 @@ class RunningSet:
         return sorted([*self.pool, *self.skipped], key=by_admission)
 
     def read_keys_again(self) -> None:
-        """Mark keys that may change at any event to be re-read at the next query."""
+        """Cause the next query to re-read keys that may change at any event."""
         self.queue.begin_step()
         self.shared.begin_step()
 
@@ -137,7 +137,7 @@ class RunningSet:
         return sorted([*self.pool, *self.skipped, *self.partial], key=by_admission)
 
     def materialize(self) -> None:
-        """Move the blocks reserved for decodes into their tables."""
+        """Move the blocks reserved for decodes into the decodes' block tables."""
         if self.memory.has_reserved:
             for request in self.pool:
                 self.memory.materialize(request, request.num_computed_tokens)
@@ -161,7 +161,7 @@ class RunningSet:
         self.skipped[request] = None
 
     def unskip(self, request: Request) -> None:
-        """Return a skipped decode to the pool."""
+        """Put a skipped decode back into the pool."""
         del self.skipped[request]
         request.is_skipped = False
         self.pool.join(request, request.end_epoch)
@@ -171,7 +171,7 @@ class RunningSet:
         self.pool.joined = dict(self.pool.members) if on else None
 
     def take_pool_changes(self) -> PoolChanges:
-        """Return the requests that joined and left the pool since the last call."""
+        """Return the requests that joined and the requests that left the pool since the last call."""
         pool = self.pool
         if not (pool.joined or pool.left):
             return NO_CHANGES
@@ -218,7 +218,9 @@ class RunningSet:
             del self.partial[request]
 
     def compute_again(self, request: Request, num_valid_tokens: int) -> None:
-        """Make a running request recompute the tokens after its valid ones, as if they were prompt tokens."""
+        """Make a running request recompute all tokens after its first `num_valid_tokens`, as if they were prompt
+        tokens.
+        """
         if request in self.pool.members:
             self._leave_pool(request)
         elif request.is_skipped:
@@ -230,8 +232,8 @@ class RunningSet:
         self.partial[request] = None
 
     def take_back_token(self, request: Request) -> None:
-        """Undo the token that the pool's last step counted for a member but that was never produced; the member becomes
-        a partial prefill.
+        """Remove a token that was counted for a member in the pool's last step although it was never produced; the
+        member becomes a partial prefill.
         """
         if request in self.pool.members:
             self._leave_pool(request)
@@ -251,7 +253,7 @@ class StateView:
         self.now = 0.0
         """Time at which the step is formed, seconds."""
         self.slack: SlackReader | None = None
-        """Reader of the slack that the present prioritizer predicts; None if it predicts none."""
+        """Reader of the slack that the present prioritizer predicts; None if this prioritizer predicts no slack."""
 
     @property
     def free_blocks(self) -> int:
@@ -312,8 +314,8 @@ class StateView:
         return sorted(partial, key=self.urgency)
 
     def waiting(self) -> Iterator[RequestView]:
-        """Iterate over the waiting requests of own and shared queue that may be admitted: first those that hold blocks,
-        then the others, most urgent first.
+        """Iterate over the waiting requests, in the replica's own queue and in the shared queue, that may be admitted:
+        first those that hold blocks, then the others, most urgent first.
         """
         running_set = self._running_set
         if running_set.connected is not None:
@@ -366,11 +368,11 @@ class StateView:
         return self._running_set.queue.urgency(request, self.now)
 
     def slack_s(self, request: RequestView) -> float | None:
-        """Return the present slack in seconds; None if the prioritizer predicts none."""
+        """Return the request's present slack in seconds; None if the prioritizer predicts no slack."""
         return None if self.slack is None else self.slack.slack_s(request, self.now)
 
     def slack_fraction(self, request: RequestView) -> float | None:
-        """Return the present slack as a fraction of the time from arrival to deadline; None if the prioritizer predicts
-        none.
+        """Return the request's present slack as a fraction of the time from its arrival to its deadline; None if the
+        prioritizer predicts no slack.
         """
         return None if self.slack is None else self.slack.slack_fraction(request, self.now)
