@@ -41,7 +41,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of writing whose exception does not name the file."""
+"""Error numbers of failed writes whose exception does not name the file."""
 
 
 class LazyCommands(click.Group):

@@ -98,9 +98,9 @@ class BatchBuilder(Protocol):
     def add_decodes(self) -> DecodeStop | None:
         """Add every decode that is not in the batch yet, with one token and its drafts, in order of admission.
 
-        Without drafts, the cost depends on the changes since the last step, not on the number of decodes. Stops at the
-        first decode that does not fit; call it again after making room to continue from there. Returns None once all
-        decodes are in.
+        Without drafts, the cost of the call depends on the changes since the last step, not on the number of decodes.
+        Stops at the first decode that does not fit; call it again after making room to continue from there. Returns
+        None once all decodes are in.
         """
 
     def add_running(self, max_chunk_tokens: int | None = None) -> DecodeStop | None:
@@ -174,9 +174,9 @@ class BatchBuilder(Protocol):
     def blocks_needed(self, request: RequestView, num_tokens: int, *, in_steps: bool = False) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        Idle cached blocks of its prefix hit count, since they are free now; blocks that it holds already, and blocks of
-        its prefix hit that other requests hold, do not. With `in_steps`, several steps compute the tokens, so blocks
-        that leave the model's sliding windows in the meantime are not counted.
+        The number includes idle cached blocks of its prefix hit, since they are free now, but neither blocks that it
+        holds already nor blocks of its prefix hit that other requests hold. With `in_steps`, several steps compute the
+        tokens, so blocks that leave the model's sliding windows in the meantime are not counted.
         """
 
     def max_chunk(self, request: RequestView) -> int:

@@ -23,7 +23,7 @@ prompts in this step.
 """
 
 MAX_SKIPPED = 10
-"""Number of skipped prompts after which a step admits no further ones (Vajra's bound)."""
+"""Number of skipped prompts after which a step admits no further prompt (Vajra's bound)."""
 
 
 def fill(

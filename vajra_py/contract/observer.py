@@ -83,7 +83,7 @@ class StepEnd:
     num_running: int
     """Number of running requests right after the step was formed."""
     num_preempted: int
-    """Number of requests preempted while the step was formed, and in earlier attempts to form it that ran nothing."""
+    """Number of requests preempted while the step was formed, or in earlier attempts to form it, which ran nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ class Observer:
         """Called after a step has completed."""
 
     def on_step_run(self, run: StepRun) -> None:
-        """Called after several steps of the same decodes have completed; by default, calls `on_step_end` for each."""
+        """Called after several steps of the same decodes completed; by default, calls `on_step_end` for each step."""
         formed_at = run.formed_at
         context = run.first_context_tokens
         figures = zip(run.ended_at, run.free_blocks, run.num_waiting, strict=True)

@@ -144,7 +144,7 @@ def _stack_of(thread_id: int) -> list[FrameType]:
 
 
 def _plugin_call(frames: list[FrameType]) -> FrameType | None:
-    """Return the outermost plug-in frame that the mechanism called; None without one, or if it is being debugged."""
+    """Return the outermost plug-in frame called by the mechanism; None if there is none, or if it is being debugged."""
     caller = ""
     for depth in range(len(frames) - 1, -1, -1):
         module = _module_of(frames[depth])

@@ -77,8 +77,8 @@ class RequestQueue(Protocol):
         """
 
     def begin_step(self) -> None:
-        """Mark keys that may change at any event to be re-read at the next query, even if the time has not changed;
-        called for each step.
+        """Let keys that may change at any event be re-read at the next query, even if the time has not changed; called
+        for each step.
         """
 
     def peek(self, now: float) -> RequestView | None:
@@ -134,11 +134,11 @@ class RankedQueue(ABC):
 
     @abstractmethod
     def _enter(self, rank: Rank, now: float) -> None:
-        """Insert a rank that was just registered into the order."""
+        """Insert into the order a rank that was just registered."""
 
     @abstractmethod
     def _leave(self, rank: Rank) -> None:
-        """Remove a rank that was just unregistered from the order."""
+        """Remove from the order a rank that was just unregistered."""
 
     def add(self, request: RequestView, now: float) -> None:
         """See `RequestQueue.add`."""
