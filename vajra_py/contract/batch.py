@@ -99,7 +99,7 @@ class BatchBuilder(Protocol):
         """Add every decode that is not in the batch yet, with one token and its drafts, in order of admission.
 
         Without drafts, the cost of the call depends on the changes since the last step, not on the number of decodes.
-        Stops at the first decode that does not fit; call it again after making room to continue from there. Returns
+        Stops at the first decode that does not fit; to continue from there, preempt requests and call it again. Returns
         None once all decodes are in.
         """
 
@@ -157,7 +157,7 @@ class BatchBuilder(Protocol):
         The pin belongs to the request's session, whose earlier pin ends, or without a session to the request itself.
         Idle pinned blocks are not free. Refused with `PINS` if pins would hold more than
         `replica.memory.prefix_cache.max_pinned_fraction`. If the replica could run no request otherwise, pins end
-        early, starting with the one that would last longest. Raises `ValueError` unless `seconds` is finite and at
+        early, starting with the pin that would last longest. Raises `ValueError` unless `seconds` is finite and at
         least 0.
         """
 

@@ -83,7 +83,7 @@ class StepEnd:
     num_running: int
     """Number of running requests right after the step was formed."""
     num_preempted: int
-    """Number of requests preempted while the step was formed, or in earlier attempts to form it, which ran nothing."""
+    """Number of requests preempted while the step was formed, or in earlier, unsuccessful attempts to form it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,13 +268,13 @@ class RefusesRequests(Protocol):
     """
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Return the reason why the request might wait for ever, or make others do so; None if neither can happen.
+        """Return the reason why the request, or others because of it, might wait for ever; None if this cannot happen.
 
-        Called before the request is queued, for the scheduler of each replica that could serve it, until one returns
-        None; if none does, the first reason is sent to the client. A preempted request must be able to resume, so
-        consider its largest length, `num_prompt_tokens + max_tokens - 1` tokens to compute. The result must not depend
-        on load: requests that could be served later would be refused. Use `BatchBuilder.drop` for requests that already
-        wait.
+        Called before the request is queued, for the scheduler of each replica that could serve it, until a scheduler
+        returns None; if none does, the first reason is sent to the client. A preempted request must be able to resume,
+        so consider its largest length, `num_prompt_tokens + max_tokens - 1` tokens to compute. The result must not
+        depend on load: requests that could be served later would be refused. Use `BatchBuilder.drop` for requests that
+        already wait.
         """
 
 

@@ -228,8 +228,8 @@ class ReplicaLoadView(Protocol):
 class LoadColumns(Protocol):
     """Optional method of the sequence of replicas that a replicaset scheduler gets: reads one figure of all of them.
 
-    For a thousand replicas this takes about half the time of reading the figure from each. Check with `isinstance`
-    before use.
+    For a thousand replicas this takes about half the time of reading the figure from each replica. Check with
+    `isinstance` before use.
     """
 
     def column(self, name: str) -> Sequence[int]:

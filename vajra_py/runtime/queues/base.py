@@ -101,7 +101,7 @@ class RequestQueue(Protocol):
         """Return the number of waiting requests."""
 
     def __contains__(self, request: object) -> bool:
-        """Return True if the request waits here."""
+        """Return True if the request waits in this queue."""
 
     def __iter__(self) -> Iterator[RequestView]:
         """Iterate over the waiting requests in no particular order."""

@@ -126,7 +126,7 @@ class Builder(PlanDraft):
         self._swaps: SwapsBesideSteps | None = None
         """Copies the KV of swapped requests while steps run; None if it is copied before the step."""
         self._returned: set[Request] = set()
-        """Requests that this step admitted after they were swapped in: they cannot be preempted in it, so that requests
+        """Requests that this step admitted after they were swapped in; this step cannot preempt them, so that requests
         do not swap each other out forever.
         """
         self.refusals: dict[Request, Refusal] = {}

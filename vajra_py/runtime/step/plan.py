@@ -141,7 +141,7 @@ class StepPlan(Struct, eq=False):
     """True if running entries are listed in order of admission rather than as they were added."""
     preempted: Sequence[tuple[Request, str]] = ()
     num_preempted_before: int = 0
-    """Number of requests that were preempted in earlier attempts to form this step, which ran nothing."""
+    """Number of requests that were preempted in earlier, unsuccessful attempts to form this step."""
     admissions: Mapping[Request, int] | None = None
     """Admission index of each entry, by which obsolete results are recognised; None unless several steps may be in
     flight.
