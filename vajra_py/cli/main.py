@@ -48,7 +48,7 @@ class LazyCommands(click.Group):
     """Command group that imports commands on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names, in the order of typical use."""
+        """Return the names of the commands, in the order of typical use."""
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

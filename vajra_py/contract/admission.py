@@ -62,7 +62,9 @@ class AdmissionPolicy(Protocol):
     """
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Return the decision on an arriving or deferred request; `replicasets` are in the order of the file."""
+        """Return the decision on an arriving or deferred request; `replicasets` are in the order of the experiment
+        file.
+        """
 
 
 @runtime_checkable

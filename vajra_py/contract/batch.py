@@ -111,7 +111,7 @@ class BatchBuilder(Protocol):
         """
 
     def preempt(self, request: RequestView, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> Refusal | None:
-        """Take a running request's device memory and return the request to the waiting ones.
+        """Take a running request's device memory and let the request wait again.
 
         If it was in this step's batch, it leaves the batch and its tokens return to the budget. Refused only with
         `HOST_BLOCKS` or `IN_FLIGHT`. `IN_FLIGHT` also applies to a request that this step admits and whose KV was
@@ -147,7 +147,7 @@ class BatchBuilder(Protocol):
     def drop(self, request: RequestView, reason: str) -> None:
         """End a waiting request now; it is reported as rejected, with the policy's name and this reason.
 
-        Raises `ValueError` for a running request, and without a reason. A request that was preempted, even in this
+        Raises `ValueError` for a running request, or if the reason is empty. A request that was preempted, even in this
         step, counts as waiting.
         """
 

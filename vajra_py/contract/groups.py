@@ -11,7 +11,7 @@ _NUM_KEPT = 1024
 
 
 class _Fallen:
-    """The latest names of objects whose keys have fallen."""
+    """Names of the objects whose keys have fallen most recently."""
 
     __slots__ = ("_names", "_num_forgotten", "num_named")
 

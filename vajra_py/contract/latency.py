@@ -121,7 +121,7 @@ class ModelDescription:
     """Function of (block size in tokens, fraction of device memory to use) that returns the number of KV blocks of one
     KV-parallel group; None: unknown, so that `replica.memory.num_blocks` must be given."""
     kv_bytes_per_token: int = 0
-    """Bytes of KV cache per token, over all layers; 0: unknown, and swapping takes no time."""
+    """Bytes of KV cache per token, over all layers; 0: unknown; swapping then takes no time."""
     max_model_len: int | None = None
     """Longest sequence of the model, in tokens; None: unknown."""
     num_layers: int | None = None

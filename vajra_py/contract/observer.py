@@ -62,7 +62,7 @@ class StepRecord:
     num_running: int
     """Number of running requests right after the step was formed."""
     notes: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
-    """Scores that the policy noted (`BatchBuilder.note`), by request id and name."""
+    """Scores that the policy noted (`BatchBuilder.note`), by request id and name of the score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class StepRun:
 
 @dataclass(frozen=True, slots=True)
 class PolicySwap:
-    """One layer's policy of a replicaset was replaced by another while requests were served."""
+    """One layer's policy of a replicaset was replaced by another policy while requests were served."""
 
     replicaset: str
     layer: Layer
@@ -121,7 +121,7 @@ class PolicySwap:
 
 @dataclass(frozen=True, slots=True)
 class TierTransfer:
-    """Transfer of cached content from one memory tier of a replica to another; the device is the tier "device"."""
+    """Transfer of cached content from one memory tier of a replica to another; device memory is the tier "device"."""
 
     replicaset: str
     replica_id: ReplicaId
@@ -185,7 +185,8 @@ class Observer:
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Called when a transfer of a request's KV begins: of `num_tokens` tokens, to reserved blocks of the target.
+        """Called when a transfer of a request's KV begins; the KV of `num_tokens` tokens is sent to reserved blocks of
+        the target.
 
         With `hand_off.overlap`, called when the computation of the prompt begins, and again with the smaller number if
         the request leaves with fewer tokens.

@@ -257,7 +257,7 @@ class ChunksSoloPrompts(Protocol):
 
 
 SoloChunkSize: TypeAlias = Callable[[int, int], int]
-"""Function from (done, remaining) tokens of a prompt to the size of its next chunk in tokens."""
+"""Function from the numbers of (done, remaining) tokens of a prompt to the size of its next chunk in tokens."""
 
 
 @runtime_checkable

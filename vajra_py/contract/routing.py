@@ -25,7 +25,7 @@ from vajra_py.contract.views import ReplicaLoadView
 
 
 class RoutingPartKind(Enum):
-    """Kind of a part; the values are the keys by which a choice names it in YAML."""
+    """Kind of a part; the values are the keys that select a part in YAML."""
 
     PRODUCER = "producer"
     """Provides figures to other parts, such as the number of blocks of a prompt that each replica has cached."""
@@ -48,7 +48,7 @@ class Scores(Protocol):
 
 @runtime_checkable
 class ReplicaFilter(Protocol):
-    """Narrows the candidates."""
+    """Narrows the set of candidate replicas."""
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
         """Return the replicas that may serve the request, in the given order; `replicas` itself if all may."""
@@ -67,7 +67,7 @@ class LeavesOutPools(Protocol):
 
 @runtime_checkable
 class ReplicaScorer(Protocol):
-    """Rates the candidates. Equal states give equal scores."""
+    """Rates the candidate replicas. Equal states give equal scores."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Scores:
         """Return a score for each of `replicas`, from 0 (worst) to 1 (best).
@@ -78,7 +78,7 @@ class ReplicaScorer(Protocol):
 
 @runtime_checkable
 class ReplicaPicker(Protocol):
-    """Selects one of the candidates."""
+    """Selects one of the candidate replicas."""
 
     def pick(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], scores: Sequence[float], now: float

@@ -108,7 +108,7 @@ class RequestQueue(Protocol):
 
 
 class RankedQueue(ABC):
-    """Ranks of the waiting requests, common to all queues; subclasses keep the ranks in order."""
+    """Base of all queues: the ranks of the waiting requests, which subclasses keep in order."""
 
     is_arbitrary = False
     is_volatile = False

@@ -12,7 +12,7 @@ _SPARE = 64
 
 
 class FallTimes:
-    """Times at which keys must be read again, as given by a prioritizer."""
+    """Times, given by a prioritizer, at which keys must be read again."""
 
     __slots__ = ("_at", "_due", "_reader")
 

@@ -1,12 +1,12 @@
 """Kinetic tournament: the lowest of many lines, and the time until which it stays the lowest.
 
-A kinetic tournament (Basch, Guibas and Hershberger, "Data structures for mobile data", SODA 1997) over groups of
+It is a kinetic tournament (Basch, Guibas and Hershberger, "Data structures for mobile data", SODA 1997) over groups of
 parallel lines. Every match caches its winner and a certificate: the time until which this group stays the winner. Keys
 are compared as computed in floating point, intercept + slope * now, so a certificate is shortened by a bound on the
-rounding of both keys; from its end until the lines are clearly apart again, the match is replayed at each new time. The
-winner is thus always that of a plain comparison of all computed keys, ties broken by (arrival, index).
+rounding of both keys; from the certificate's end until the lines are clearly apart again, the match is replayed at each
+new time. The winner is thus always that of a plain comparison of all computed keys, ties broken by (arrival, index).
 
-Queries may be for any time: a time before the last query costs O(groups), a later time only the matches that have
+Queries may be for any time: a time before the last query costs O(groups), a later time costs only the matches that have
 changed.
 """
 

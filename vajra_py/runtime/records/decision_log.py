@@ -192,7 +192,7 @@ class DecisionLog(StepLog):
         return len(joined) // 3, len(left), len(plan.chunks), len(plan.preempted), len(finished)
 
     def _keep(self, batch: Batch) -> None:
-        """Journal the records, and write complete row groups."""
+        """Write the records to the journal, and those row groups that are complete to the file."""
         # A smaller batch is the last one; it needs no journal, because the file is completed next.
         if len(batch.rows) >= self._batch_size * ROW_BYTES:
             if self._journal is None:

@@ -335,7 +335,7 @@ Control: TypeAlias = Gate | CacheReset | Stall | KvLook | KvNews | Verification
 
 
 class StageEnd(Struct, frozen=True):
-    """The end of a step's first pipeline stage, after which the next step could enter it."""
+    """The end of a step's first pipeline stage, after which the next step could enter this stage."""
 
     tick: int
     replicaset: str

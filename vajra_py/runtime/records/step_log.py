@@ -126,7 +126,7 @@ class StepLog(Observer):
         self._keepers.append(keeper)
 
     def hand_on(self) -> None:
-        """Pass on the records so far."""
+        """Pass the records collected so far on to the logs."""
         if not self._rows and not self._ids:
             return
         notes = [self._notes.get(record, "") for record in range(len(self._rows))] if self._notes else []

@@ -139,8 +139,8 @@ class Builder(PlanDraft):
         """Decodes of the pool whose filled blocks are to be cached, latest admitted first."""
         self._looked_at: list[Request] = []
         self._growing: Collection[Request] = ()
-        """Pool members that need a block in this step (with recycled blocks: that take, fill or free one); set when a
-        first member is added individually.
+        """Pool members that need a block in this step, or with recycled blocks, that take, fill or free a block in it;
+        set when a first member is added individually.
         """
         self._caches_decodes = False
         """True if blocks that pool members fill are cached when these members are added individually."""
@@ -794,7 +794,7 @@ class Builder(PlanDraft):
 
     def _cache_decodes(self, before: int | None = None) -> None:
         """Cache the blocks that decodes of the pool fill, in order of admission; with `before`, only blocks of decodes
-        with a lower admission index.
+        whose admission index is lower than `before`.
         """
         waiting, memory = self._to_cache, self._memory
         while waiting and (before is None or waiting[-1].admitted_index < before):
