@@ -108,13 +108,13 @@ class Builder(PlanDraft):
         self.idle_at: float | None = None
         """Time in seconds until which the policy leaves the replica idle on purpose; None if it does not."""
         self.loads: list[tuple[Request, int]] = []
-        """Requests that got blocks for KV that another replica must send, each with the number of its tokens cached
-        here.
+        """Requests that got blocks for KV from another replica, each with the number of its tokens cached on this
+        replica.
         """
         self.handed_off: list[Request] = []
         """Requests that the policy hands off and whose hand-off has not begun yet."""
         self._keeps: Callable[[Request], Refusal | None] | None = None
-        """Function that returns the reason against the hand-off of a running request, if any; None: hand-offs are not
+        """Function that returns the reason against handing off a running request, if any; None: no hand-offs are
         allowed.
         """
         self._cached_tokens: Callable[[Request], int] = self._memory.cached_tokens
@@ -139,8 +139,8 @@ class Builder(PlanDraft):
         """Decodes of the pool whose filled blocks are to be cached, latest admitted first."""
         self._looked_at: list[Request] = []
         self._growing: Collection[Request] = ()
-        """Pool members that need a block in this step, or with recycled blocks, that take, fill or free a block in it;
-        set when a first member is added individually.
+        """Pool members that need a block in this step, or, with recycled blocks, that take, fill or free a block in
+        this step; set when a first member is added individually.
         """
         self._caches_decodes = False
         """True if blocks that pool members fill are cached when these members are added individually."""
@@ -205,8 +205,7 @@ class Builder(PlanDraft):
         return handed_off
 
     def take_loads(self) -> list[tuple[Request, int]]:
-        """Return the requests that got blocks since the last call, and whose KV another replica must send; see
-        `loads`.
+        """Return the requests that got blocks since the last call and whose KV another replica must send; see `loads`.
         """
         loads, self.loads = self.loads, []
         return loads
