@@ -108,15 +108,11 @@ class Builder(PlanDraft):
         self.idle_at: float | None = None
         """Time in seconds until which the policy leaves the replica idle on purpose; None if it does not."""
         self.loads: list[tuple[Request, int]] = []
-        """Requests that got blocks for KV from another replica, each with the number of its tokens cached on this
-        replica.
-        """
+        """Requests that got blocks for KV from another replica, each with the number of its tokens cached here."""
         self.handed_off: list[Request] = []
         """Requests that the policy hands off and whose hand-off has not begun yet."""
         self._keeps: Callable[[Request], Refusal | None] | None = None
-        """Function that returns the reason against handing off a running request, if any; None: no hand-offs are
-        allowed.
-        """
+        """Function that returns the reason against handing off a request, if any; None: hand-offs are not allowed."""
         self._cached_tokens: Callable[[Request], int] = self._memory.cached_tokens
         """Function that returns the number of leading tokens that a waiting request without KV need not compute."""
         self._connected: ConnectedKv | None = None
@@ -205,8 +201,7 @@ class Builder(PlanDraft):
         return handed_off
 
     def take_loads(self) -> list[tuple[Request, int]]:
-        """Return the requests that got blocks since the last call and whose KV another replica must send; see `loads`.
-        """
+        """Return the requests that got blocks for KV from another replica since the last call; see `loads`."""
         loads, self.loads = self.loads, []
         return loads
 
