@@ -133,7 +133,7 @@ def _text(answers: list[CapacityAnswer], slo: str, form: str) -> str:
 
 
 class _Display:
-    """One line per setting: finished and requested runs, and the current run."""
+    """One line per setting: numbers of finished and requested runs, and the current run."""
 
     def __init__(self, quiet: bool) -> None:
         self._progress: Progress | None = None if quiet else new_progress()

@@ -41,14 +41,14 @@ _COMMANDS: dict[str, tuple[str, str]] = {
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of writing whose exception does not name the file."""
+"""Error numbers of failed writes whose exception does not name the file."""
 
 
 class LazyCommands(click.Group):
     """Command group that imports commands on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names, in the order of typical use."""
+        """Return the names of the commands, in the order of typical use."""
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

@@ -53,7 +53,7 @@ class RunsDisplay:
             self._progress.stop()
 
     def point(self, index: int, status: PointStatus) -> None:
-        """Show the status of a point."""
+        """Show the status of one point of the sweep."""
         if self._quiet:
             return
         if status.is_finished or status.error is not None:

@@ -174,7 +174,7 @@ def _run_divided(
 ) -> RunData | None:
     """Execute the run with several workers; return None if it has finished before, or if it must run undivided.
 
-    In the latter case, the reason is printed unless `quiet` is set.
+    If it must run undivided, the reason is printed unless `quiet` is set.
     """
     from vajra_py.experiment.runs.folder import RunFolder
     from vajra_py.experiment.runs.parts import parts_of, run_in_parts

@@ -40,10 +40,11 @@ class Defer:
     reason: str = ""
     """Reason shown in tables and reports."""
     holds_rest: bool = False
-    """True if deferred requests that come after this one wait as long as it does.
+    """True if the deferred requests behind this one wait until this one is no longer deferred.
 
-    These are the requests of its replicaset that follow it by priority, then submission. When the policy is woken or a
-    request ends, it is called for them only if it no longer defers this request. No effect if `until` is set.
+    The requests behind it are those of its replicaset that follow it by priority, then by submission. When the policy
+    is woken or a request ends, the policy is called for them only if it no longer defers this request. No effect if
+    `until` is set.
     """
 
 
@@ -61,12 +62,14 @@ class AdmissionPolicy(Protocol):
     """
 
     def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
-        """Return the decision on an arriving or deferred request; `replicasets` are in the order of the file."""
+        """Return the decision on an arriving or deferred request; `replicasets` are in the order of the experiment
+        file.
+        """
 
 
 @runtime_checkable
 class Scaler(Protocol):
-    """Sets the number of replicas of each pool of a replicaset. Without one, every replica is up from the start."""
+    """Sets the number of replicas of each pool of a replicaset. Without a scaler, all are up from the start."""
 
     def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
         """Return the target number of replicas (starting or up) by pool name; a pool left out keeps its last target.

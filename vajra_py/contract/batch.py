@@ -98,9 +98,9 @@ class BatchBuilder(Protocol):
     def add_decodes(self) -> DecodeStop | None:
         """Add every decode that is not in the batch yet, with one token and its drafts, in order of admission.
 
-        Without drafts, the cost depends on the changes since the last step, not on the number of decodes. Stops at the
-        first decode that does not fit; call it again after making room to continue from there. Returns None once all
-        decodes are in.
+        Without drafts, the cost of the call depends on the changes since the last step, not on the number of decodes.
+        Stops at the first decode that does not fit; to continue from there, preempt requests and call it again. Returns
+        None once all decodes are in.
         """
 
     def add_running(self, max_chunk_tokens: int | None = None) -> DecodeStop | None:
@@ -111,7 +111,7 @@ class BatchBuilder(Protocol):
         """
 
     def preempt(self, request: RequestView, mode: PreemptionMode = PreemptionMode.RECOMPUTE) -> Refusal | None:
-        """Take a running request's device memory and return the request to the waiting ones.
+        """Take a running request's device memory and let the request wait again.
 
         If it was in this step's batch, it leaves the batch and its tokens return to the budget. Refused only with
         `HOST_BLOCKS` or `IN_FLIGHT`. `IN_FLIGHT` also applies to a request that this step admits and whose KV was
@@ -147,7 +147,7 @@ class BatchBuilder(Protocol):
     def drop(self, request: RequestView, reason: str) -> None:
         """End a waiting request now; it is reported as rejected, with the policy's name and this reason.
 
-        Raises `ValueError` for a running request, and without a reason. A request that was preempted, even in this
+        Raises `ValueError` for a running request, or if the reason is empty. A request that was preempted, even in this
         step, counts as waiting.
         """
 
@@ -157,7 +157,7 @@ class BatchBuilder(Protocol):
         The pin belongs to the request's session, whose earlier pin ends, or without a session to the request itself.
         Idle pinned blocks are not free. Refused with `PINS` if pins would hold more than
         `replica.memory.prefix_cache.max_pinned_fraction`. If the replica could run no request otherwise, pins end
-        early, starting with the one that would last longest. Raises `ValueError` unless `seconds` is finite and at
+        early, starting with the pin that would last longest. Raises `ValueError` unless `seconds` is finite and at
         least 0.
         """
 
@@ -174,9 +174,9 @@ class BatchBuilder(Protocol):
     def blocks_needed(self, request: RequestView, num_tokens: int, *, in_steps: bool = False) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        Idle cached blocks of its prefix hit count, since they are free now; blocks that it holds already, and blocks of
-        its prefix hit that other requests hold, do not. With `in_steps`, several steps compute the tokens, so blocks
-        that leave the model's sliding windows in the meantime are not counted.
+        The number includes idle cached blocks of its prefix hit, since they are free now, but neither blocks that it
+        holds already nor blocks of its prefix hit that other requests hold. With `in_steps`, several steps compute the
+        tokens, so blocks that leave the model's sliding windows in the meantime are not counted.
         """
 
     def max_chunk(self, request: RequestView) -> int:

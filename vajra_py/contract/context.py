@@ -85,7 +85,7 @@ class BuildRoutingPart(Protocol):
     def __call__(self, choice: RoutingPartChoice, context: RoutingContext) -> Any:
         """Build the installed part that `choice` names, from its validated parameters.
 
-        Raises the errors of building a policy.
+        Raises the same errors as building a policy.
         """
 
 
@@ -98,10 +98,10 @@ T = TypeVar("T")
 
 
 class SharedState:
-    """Objects shared by the policies of one replicaset, one of each kind, such as counters of tenants or a prefix tree.
+    """Objects that the policies of one replicaset share, such as counters of tenants or a prefix tree.
 
-    An object is created on first use. Replicasets do not share objects. A policy that replaces another policy gets the
-    same objects.
+    There is one object of each kind, created on first use. Replicasets do not share objects. A policy that replaces
+    another policy gets the same objects.
     """
 
     def __init__(self) -> None:
@@ -144,6 +144,6 @@ class PolicyContext:
     emit: EmitFigure = emit_nothing
     """Records a figure that the policy computes."""
     wake: WakeUps = field(default_factory=NoWakeUps)
-    """Wakes the policy at a time."""
+    """Wakes the policy at times that it sets."""
     build_part: BuildRoutingPart = no_routing_parts
     """Function that builds a routing part named in the parameters of a composable router."""

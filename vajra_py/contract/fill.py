@@ -23,7 +23,7 @@ prompts in this step.
 """
 
 MAX_SKIPPED = 10
-"""Number of skipped prompts after which a step admits no further ones (Vajra's bound)."""
+"""Number of skipped prompts after which a step admits no further prompt (Vajra's bound)."""
 
 
 def fill(
@@ -37,9 +37,9 @@ def fill(
 
     A decode that lacks a block preempts the least urgent partial prefill, or if there is none the least urgent decode,
     which may be the decode itself. If the host has no room for swapping, the victim is recomputed. Prompts come from
-    two queues, partial prefills and waiting requests; the more urgent head is next, and a partial prefill wins ties. A
-    prompt that cannot be added is skipped; after ten skipped prompts, no further one is admitted in this step. A
-    prompt's memory is reserved according to the replica's reservation option.
+    two queues, partial prefills and waiting requests; the more urgent of the two heads is next, and a partial prefill
+    wins ties. A prompt that cannot be added is skipped; after ten skipped prompts, no further one is admitted in this
+    step. A prompt's memory is reserved according to the replica's reservation option.
 
     Prompts do not preempt other requests, with one exception: if partial prefills hold all memory and none of them can
     grow, so that no request could run (only possible with the reservation option `incremental`), the least urgent of

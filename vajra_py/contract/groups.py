@@ -11,7 +11,7 @@ _NUM_KEPT = 1024
 
 
 class _Fallen:
-    """The latest names of objects whose keys have fallen."""
+    """Names of the objects whose keys have fallen most recently."""
 
     __slots__ = ("_names", "_num_forgotten", "num_named")
 
@@ -45,7 +45,7 @@ class FallenGroups(_Fallen):
     __slots__ = ()
 
     def add(self, group: str) -> None:
-        """Add a group whose key has fallen, or may have, since it was last read."""
+        """Add a group whose key has, or may have, fallen since the key was last read."""
         self._name(group)
 
 
@@ -59,7 +59,7 @@ class FallenRequests(_Fallen):
     __slots__ = ()
 
     def add(self, request: RequestView) -> None:
-        """Add a request whose key has fallen, or may have, since it was last read."""
+        """Add a request whose key has, or may have, fallen since the key was last read."""
         self._name(request.request_id)
 
     def add_all(self) -> None:

@@ -11,7 +11,7 @@ LAST_S = 9_000_000
 
 
 class BatchFeatures(NamedTuple):
-    """Additive features of one step's batch, from which latency models predict in O(1).
+    """Additive features of one step's batch, from which latency models predict the step's duration in O(1).
 
     Every field is a sum over the batch's entries, so adding a chunk is a constant-time update. Context is the number of
     tokens whose KV was in memory before the step.
@@ -24,15 +24,15 @@ class BatchFeatures(NamedTuple):
     prefill_tokens_squared: int = 0
     prefill_context_tokens: int = 0
     prefill_attention_pairs: int = 0
-    """Query-key pairs of causal prefill attention: n * context + n * (n + 1) / 2, summed over the chunks of n
-    tokens.
+    """Number of query-key pairs of causal prefill attention, summed over the chunks; n * context + n * (n + 1) / 2 for
+    a chunk of n tokens.
     """
     num_merged_tokens: int = 0
     """Number of query tokens whose attention is merged over several KV-parallel groups."""
     swap_bytes: int = 0
     """Bytes moved between device and host memory before the step."""
     num_draft_tokens: int = 0
-    """Number of query tokens of the decodes beyond one each: drafts that the step verifies."""
+    """Number of drafts that the step verifies: query tokens of the decodes, without one token of each decode."""
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +90,7 @@ class LatencyModel(Protocol):
         """Return the time in seconds that the slowest stage needs for a batch with these features."""
 
     def batch_time_s(self, features: BatchFeatures) -> float:
-        """Return the time in seconds from the batch's entry into the first stage until its tokens leave the last."""
+        """Return the seconds from the batch's entry into the first stage until its tokens leave the last stage."""
 
 
 Origin: TypeAlias = Literal["given", "analytic", "measured", "calibrated", "recorded", "real"]
@@ -116,12 +116,12 @@ class ModelDescription:
     num_devices: int = 1
     """Number of devices of one replica, over all ranks."""
     max_kv_groups: int | None = None
-    """Largest number of KV-parallel groups for which the model predicts merging of attention; None: any number."""
+    """Largest number of KV-parallel groups for which the model predicts the time to merge attention; None: no limit."""
     kv_blocks: Callable[[int, float], int] | None = None
     """Function of (block size in tokens, fraction of device memory to use) that returns the number of KV blocks of one
     KV-parallel group; None: unknown, so that `replica.memory.num_blocks` must be given."""
     kv_bytes_per_token: int = 0
-    """Bytes of KV cache per token, over all layers; 0: unknown, and swapping takes no time."""
+    """Bytes of KV cache per token, over all layers; 0: unknown; swapping then takes no time."""
     max_model_len: int | None = None
     """Longest sequence of the model, in tokens; None: unknown."""
     num_layers: int | None = None
@@ -137,7 +137,9 @@ class DescribesModel(Protocol):
 
 
 class PrefillTime(Protocol):
-    """Predicted time to prefill a prompt alone, in the chunks of the configured replica scheduler."""
+    """Predicted time to prefill a prompt that is alone on its replica, in chunks chosen by the configured replica
+    scheduler.
+    """
 
     def total_s(self, num_prompt_tokens: int) -> float:
         """Return the time in seconds for the whole prompt."""

@@ -62,7 +62,7 @@ class StepRecord:
     num_running: int
     """Number of running requests right after the step was formed."""
     notes: Mapping[str, Mapping[str, float | int | str]] = field(default_factory=dict)
-    """Scores that the policy noted (`BatchBuilder.note`), by request id and name."""
+    """Scores that the policy noted (`BatchBuilder.note`), by request id and name of the score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class StepEnd:
     num_running: int
     """Number of running requests right after the step was formed."""
     num_preempted: int
-    """Number of requests preempted while the step was formed, and in earlier attempts to form it that ran nothing."""
+    """Number of requests preempted while the step was formed, or in earlier, unsuccessful attempts to form it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class StepRun:
 
 @dataclass(frozen=True, slots=True)
 class PolicySwap:
-    """One layer's policy of a replicaset was replaced by another while requests were served."""
+    """One layer's policy of a replicaset was replaced by another policy while requests were served."""
 
     replicaset: str
     layer: Layer
@@ -121,7 +121,7 @@ class PolicySwap:
 
 @dataclass(frozen=True, slots=True)
 class TierTransfer:
-    """Transfer of cached content from one memory tier of a replica to another; the device is the tier "device"."""
+    """Transfer of cached content from one memory tier of a replica to another; device memory is the tier "device"."""
 
     replicaset: str
     replica_id: ReplicaId
@@ -185,7 +185,8 @@ class Observer:
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Called when a transfer of a request's KV begins: of `num_tokens` tokens, to reserved blocks of the target.
+        """Called when a transfer of a request's KV begins; the KV of `num_tokens` tokens is sent to reserved blocks of
+        the target.
 
         With `hand_off.overlap`, called when the computation of the prompt begins, and again with the smaller number if
         the request leaves with fewer tokens.
@@ -242,7 +243,7 @@ class Observer:
         """Called after a step has completed."""
 
     def on_step_run(self, run: StepRun) -> None:
-        """Called after several steps of the same decodes have completed; by default, calls `on_step_end` for each."""
+        """Called after several steps of the same decodes completed; by default, calls `on_step_end` for each step."""
         formed_at = run.formed_at
         context = run.first_context_tokens
         figures = zip(run.ended_at, run.free_blocks, run.num_waiting, strict=True)

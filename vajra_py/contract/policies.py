@@ -92,7 +92,9 @@ class NamesFalls(RequestPrioritizer, Protocol):
 
     @property
     def fallen_requests(self) -> FallenRequests:
-        """List of requests whose keys have fallen; read once. Add a request as soon as its key falls."""
+        """List of requests whose keys have fallen. The attribute is read once; add a request to the list as soon as its
+        key falls.
+        """
 
 
 @runtime_checkable
@@ -111,13 +113,15 @@ class FallsWithTime(RequestPrioritizer, Protocol):
 
 @runtime_checkable
 class CountsKeyChanges(RequestPrioritizer, Protocol):
-    """Optional method of a prioritizer with `KeyMotion.ARBITRARY`, `VOLATILE` or `PREFIX_HITS` to avoid re-reading."""
+    """Optional method of a prioritizer with `KeyMotion.ARBITRARY`, `VOLATILE` or `PREFIX_HITS` that avoids re-reading
+    unchanged keys.
+    """
 
     def key_epoch(self) -> int:
         """Return a number that changes whenever the key of any waiting request may have changed, for any reason.
 
         If the number is unchanged, keys are not re-read, except, with `PREFIX_HITS`, those of requests whose prefix
-        hits may have changed. These need no new number, nor does a request's own progress.
+        hits may have changed. Neither a changed prefix hit nor a request's own progress requires a new number.
         """
 
 
@@ -147,7 +151,9 @@ class LowersGroups(GroupsRequests, Protocol):
 
     @property
     def fallen_groups(self) -> FallenGroups:
-        """List of groups whose keys have fallen; read once. Add a group as soon as its key falls."""
+        """List of groups whose keys have fallen. The attribute is read once; add a group to the list as soon as its key
+        falls.
+        """
 
 
 @runtime_checkable
@@ -158,7 +164,9 @@ class PredictsSlack(Protocol):
     """
 
     def slack_s(self, request: RequestView, now: float) -> float:
-        """Return the slack at `now`: seconds of delay until the request is late; negative if it is late already."""
+        """Return the slack at `now`: seconds by which the request may still be delayed without being late; negative if
+        it is late already.
+        """
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
         """Return the slack as a fraction of the time from arrival to deadline; at most 1."""
@@ -179,7 +187,8 @@ class ReplicasetScheduler(Protocol):
         """Return the ids of shared-queue requests that the replica may admit in its next step; a lazy iterable is fine.
 
         Called when the replica's scheduler reads its waiting requests while the shared queue is not empty, and to find
-        out whether an idle replica could run any. A request stays in the queue until a replica's scheduler admits it.
+        out whether an idle replica could run any of them. A request stays in the queue until a replica's scheduler
+        admits it.
         """
 
 
@@ -248,7 +257,7 @@ class ChunksSoloPrompts(Protocol):
 
 
 SoloChunkSize: TypeAlias = Callable[[int, int], int]
-"""Function from (done, remaining) tokens of a prompt to the size of its next chunk in tokens."""
+"""Function from the numbers of (done, remaining) tokens of a prompt to the size of its next chunk in tokens."""
 
 
 @runtime_checkable
@@ -259,13 +268,13 @@ class RefusesRequests(Protocol):
     """
 
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
-        """Return the reason why the request might wait for ever, or make others do so; None if neither can happen.
+        """Return the reason why the request, or others because of it, might wait for ever; None if this cannot happen.
 
-        Called before the request is queued, for the scheduler of each replica that could serve it, until one returns
-        None; if none does, the first reason is sent to the client. A preempted request must be able to resume, so
-        consider its largest length, `num_prompt_tokens + max_tokens - 1` tokens to compute. The result must not depend
-        on load: requests that could be served later would be refused. Use `BatchBuilder.drop` for requests that already
-        wait.
+        Called before the request is queued, for the scheduler of each replica that could serve it, until a scheduler
+        returns None; if none does, the first reason is sent to the client. A preempted request must be able to resume,
+        so consider its largest length, `num_prompt_tokens + max_tokens - 1` tokens to compute. The result must not
+        depend on load: requests that could be served later would be refused. Use `BatchBuilder.drop` for requests that
+        already wait.
         """
 
 
@@ -358,7 +367,7 @@ class EndedRun:
 
     replica_id: ReplicaId
     step_index: int
-    """Number of steps that this replica had run before the first of these."""
+    """Number of steps that this replica had run before the first of these steps."""
     formed_at: float
     """Time at which the first step was formed, seconds on the run's clock; each further step was formed when the one
     before it ended."""
@@ -413,7 +422,7 @@ class ListensToRequests(Protocol):
         """Called after requests have ended, whether finished, aborted, expired, dropped or failed (`end_reason`)."""
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
-        """Called after a program has ended (`end_reason`), later than the end of its last call.
+        """Called after a program has ended (`end_reason`); its last call ended before.
 
         Called on the policies of the replicasets to which its calls were sent.
         """

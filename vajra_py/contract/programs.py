@@ -20,7 +20,7 @@ class ProgramEnd(Enum):
     LAST_CALL = "last call"
     """A call with `is_last_call` has arrived, and every call has ended."""
     ALL_CALLS = "all calls"
-    """No call is alive, and at least as many have ended as its client stated in `num_program_calls`."""
+    """No call is alive, and at least as many calls have ended as the client stated in `num_program_calls`."""
     IDLE = "idle"
     """No call was alive, and none arrived, for `programs.idle_s` seconds (a setting)."""
 
@@ -73,19 +73,21 @@ class ProgramView(Protocol):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of prompt tokens of ended calls that were prefix hits."""
+        """Number of the prompt tokens in `num_prompt_tokens` that were prefix hits."""
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of tokens that ended calls generated."""
+        """Number of output tokens of the ended calls."""
 
     @property
     def service_tokens(self) -> int:
-        """Attained service: number of output tokens of ended calls, and of their prompt tokens without prefix hits."""
+        """Attained service in tokens: output tokens of the ended calls plus those of their prompt tokens that were not
+        prefix hits.
+        """
 
     @property
     def run_s(self) -> float:
-        """Attained service: seconds from admission to end, summed over ended calls."""
+        """Attained service: seconds from admission to end, summed over the ended calls that were admitted."""
 
     @property
     def wait_s(self) -> float:

@@ -69,7 +69,7 @@ class RequestView(Protocol):
 
     @property
     def num_known_tokens(self) -> int:
-        """Number of prompt and generated tokens."""
+        """Number of prompt tokens plus tokens generated so far."""
 
     @property
     def num_computed_tokens(self) -> int:
@@ -97,7 +97,7 @@ class RequestView(Protocol):
 
     @property
     def num_preemptions(self) -> int:
-        """Number of its preemptions by recompute or swap, and of failures of its replica while it ran."""
+        """Number of its preemptions by recompute or swap, plus failures of its replica while it ran."""
 
     @property
     def preempted_index(self) -> int:

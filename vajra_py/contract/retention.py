@@ -83,7 +83,7 @@ class RetainsInSegments(Protocol):
     """Optional methods of a retention policy that divides blocks into lists, and chooses a list for each victim."""
 
     def segment(self, block: CachedBlock) -> int:
-        """Return the number of the list that a block joins; read with its key."""
+        """Return the number of the list that a block joins when it becomes a candidate for eviction."""
 
     def next_segment(self, now: float) -> int:
         """Return the number of the list for the next victim; if it is empty, the lowest non-empty list is used."""

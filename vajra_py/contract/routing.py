@@ -2,8 +2,8 @@
 
 The terms are those of llm-d's endpoint picker. A composed replicaset scheduler (`endpoint_picker`) calls its parts in
 this order: every filter narrows the candidates, every scorer rates the remaining ones from 0 to 1, and the picker
-selects one by the weighted sums. Packages register parts with `vajra_routing_parts`; users select them by name in a
-policy's parameters. Parts have no base class.
+selects one by the weighted sums of the scores. Packages register parts with `vajra_routing_parts`; users select them by
+name in a policy's parameters. Parts have no base class.
 
 Any part may also listen to requests (`ListensToRequests`), caches (`ListensToCaches`) and placements
 (`LearnsPlacements`); the router forwards all of these callbacks, except that it reports every step by `on_step_end`,
@@ -25,10 +25,10 @@ from vajra_py.contract.views import ReplicaLoadView
 
 
 class RoutingPartKind(Enum):
-    """Kind of a part; the values are the keys by which a choice names it in YAML."""
+    """Kind of a part; the values are the keys that select a part in YAML."""
 
     PRODUCER = "producer"
-    """Provides figures to other parts, such as prefixes that were sent to each replica."""
+    """Provides figures to other parts, such as the number of blocks of a prompt that each replica has cached."""
     FILTER = "filter"
     SCORER = "scorer"
     PICKER = "picker"
@@ -48,10 +48,10 @@ class Scores(Protocol):
 
 @runtime_checkable
 class ReplicaFilter(Protocol):
-    """Narrows the candidates."""
+    """Narrows the set of candidate replicas."""
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Return the replicas that may serve the request, in order; `replicas` itself if all may."""
+        """Return the replicas that may serve the request, in the given order; `replicas` itself if all may."""
 
 
 @runtime_checkable
@@ -67,7 +67,7 @@ class LeavesOutPools(Protocol):
 
 @runtime_checkable
 class ReplicaScorer(Protocol):
-    """Rates the candidates. Equal states give equal scores."""
+    """Rates the candidate replicas. Equal states give equal scores."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Scores:
         """Return a score for each of `replicas`, from 0 (worst) to 1 (best).
@@ -78,12 +78,14 @@ class ReplicaScorer(Protocol):
 
 @runtime_checkable
 class ReplicaPicker(Protocol):
-    """Selects one of the candidates."""
+    """Selects one of the candidate replicas."""
 
     def pick(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], scores: Sequence[float], now: float
     ) -> ReplicaId:
-        """Return the id of one of `replicas` (never empty); `scores` are their weighted sums, in the same order."""
+        """Return the id of one of `replicas` (never empty); `scores` holds the weighted sum of each replica's scores,
+        in the same order.
+        """
 
 
 @runtime_checkable
@@ -132,7 +134,9 @@ class InFlightLoads(Protocol):
         """Return the number of requests in flight at each replica."""
 
     def num_tokens(self, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
-        """Return the tokens in flight at each replica: uncached prompt tokens of requests without a first token."""
+        """Return the number of tokens in flight at each replica: uncached prompt tokens of requests that have not
+        generated a token yet.
+        """
 
     def request_tokens(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> Sequence[int]:
         """Return the number of tokens in flight that the request would add at each replica."""
@@ -207,7 +211,7 @@ class FilterChoice(RoutingPartChoice):
 
 
 class ScorerChoice(RoutingPartChoice):
-    """Scorer selected by name, with its weight in the sum."""
+    """Scorer selected by name, with its weight in the sum of the scores."""
 
     kind = RoutingPartKind.SCORER
     scorer: str = Field(description="Name of a scorer.")

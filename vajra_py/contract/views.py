@@ -28,7 +28,7 @@ class ReplicaLimits:
     pipeline_stages: int = 1
     kv_parallel_groups: int = 1
     kv_group_tokens: int | None = None
-    """Tokens of one request that one KV-parallel group may hold; None without KV parallelism."""
+    """Maximum number of tokens of one request that one KV-parallel group may hold; None without KV parallelism."""
     bytes_per_block: int = 0
     host_blocks: int = 0
     max_draft_tokens: int = 0
@@ -194,7 +194,8 @@ class ReplicaLoadView(Protocol):
         """
 
     def tier_hit_tokens(self, request: RequestView) -> Mapping[str, int]:
-        """Return the number of leading tokens of the request by the nearest memory tier that holds them.
+        """Return the number of leading tokens of the request in each memory tier; a token in several tiers counts for
+        the nearest.
 
         For example `{"device": 512, "host": 1024}`; empty without tiers. Does not change the order of eviction. The
         numbers are live, even if the other figures of this view are older.
@@ -206,7 +207,9 @@ class ReplicaLoadView(Protocol):
 
     @property
     def waiting_adapters(self) -> Sequence[str]:
-        """LoRA adapters of requests assigned to it and not admitted, each once; takes time linear in these requests."""
+        """LoRA adapters of requests assigned to it and not admitted, each once; takes time linear in the number of
+        these requests.
+        """
 
     @property
     def num_adapter_slots(self) -> int:
@@ -225,8 +228,8 @@ class ReplicaLoadView(Protocol):
 class LoadColumns(Protocol):
     """Optional method of the sequence of replicas that a replicaset scheduler gets: reads one figure of all of them.
 
-    For a thousand replicas this takes about half the time of reading the figure from each. Check with `isinstance`
-    before use.
+    For a thousand replicas this takes about half the time of reading the figure from each replica. Check with
+    `isinstance` before use.
     """
 
     def column(self, name: str) -> Sequence[int]:
@@ -259,12 +262,13 @@ class PoolView(Protocol):
     @property
     def num_queued(self) -> int:
         """Number of requests that wait in its replicas' queues, or in the shared queue if its replicas may pull from
-        it, and of requests whose prompt one of its replicas will compute once a decode replica has blocks for them.
+        it, plus the number of requests whose prompt one of its replicas will compute once a decode replica has blocks
+        for them.
         """
 
     @property
     def num_queued_tokens(self) -> int:
-        """Number of tokens of the queued requests that are left to compute."""
+        """Number of tokens left to compute, summed over the queued requests."""
 
 
 class ReplicasetView(Protocol):
@@ -290,7 +294,7 @@ class ReplicasetView(Protocol):
 
     @property
     def num_queued_tokens(self) -> int:
-        """Number of tokens of the queued requests that are left to compute."""
+        """Number of tokens left to compute, summed over the queued requests."""
 
     @property
     def num_deferred(self) -> int:

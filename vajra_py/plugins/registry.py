@@ -140,7 +140,8 @@ class Registry(Struct, frozen=True, eq=False, dict=True):
     def with_policies(self, specs: Iterable[AnyPolicySpec]) -> Registry:
         """Return a copy with additional policies and routing parts that no installed package provides.
 
-        Raises `PluginError` for a broken spec or a name that is taken; for kinds outside the layers, on first use.
+        Raises `PluginError` for a broken spec or a name that is taken; for kinds outside the layers, it is raised on
+        first use.
         """
         given = [(PluginSource(_module_of(spec), "not installed", "policies="), spec) for spec in specs]
         others = [one for one in given if isinstance(one[1], _OTHERS)]

@@ -55,7 +55,7 @@ class PluginNames:
 
 
 def plugin_names(name: str) -> PluginNames:
-    """Derive the names from the one given by the user; raises `ConfigError` if it is not a valid package name."""
+    """Derive the names from the name given by the user; raises `ConfigError` if it is not a valid package name."""
     package = re.sub(r"[-_. ]+", "_", name.strip().lower())
     if not re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]", package) or keyword.iskeyword(package):
         allowed = "A name is made of letters, digits, hyphens and underscores, begins with a letter, and is not a Python keyword"
@@ -118,7 +118,7 @@ def write_plugin(name: str, directory: str | Path, kind: str | None = None, orig
     After `pip install` of the folder, everything that the package offers can be selected by name.
 
     Args:
-        name: name given by the user, from which `plugin_names` derives the others.
+        name: name given by the user, from which `plugin_names` derives the other names.
         directory: parent of the new folder.
         kind: one of `KINDS`; by default policies.
         original: library policy to start from.

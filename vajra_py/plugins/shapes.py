@@ -99,7 +99,7 @@ RETENTION_OPTIONS: Mapping[str, int] = {
     "on_cleared": 1,
     **{name: count for name, count in LISTENING_METHODS.items() if name != "on_wake"},
 }
-"""Optional methods of a retention policy, with the number of arguments of each call; it cannot be woken."""
+"""Optional methods of a retention policy, with the number of arguments of each call; such a policy cannot be woken."""
 
 DECLARATIONS: Mapping[Layer, frozenset[str]] = {
     Layer.REQUEST_PRIORITIZER: frozenset({"key_motion", "fallen_groups", "fallen_requests"}),
@@ -212,7 +212,7 @@ def _check_step_runs(policy: object, what: str, plugin: str) -> None:
 
 
 def hooks_beside(methods: Mapping[str, int]) -> frozenset[str]:
-    """Return all attribute names that the mechanism calls on a policy that belongs to no layer.
+    """Return the names of all methods that the mechanism calls on a policy that belongs to no layer.
 
     `methods` are the methods that its kind requires.
     """
@@ -220,7 +220,7 @@ def hooks_beside(methods: Mapping[str, int]) -> frozenset[str]:
 
 
 def hooks_of(layer: Layer) -> frozenset[str]:
-    """Return all attribute names of a policy of the layer that the mechanism reads or calls."""
+    """Return the names of all attributes that the mechanism reads or calls on a policy of the layer."""
     return DECLARATIONS[layer].union(LAYER_METHODS[layer], OPTIONAL_METHODS[layer], LISTENING_METHODS, CACHE_METHODS)
 
 

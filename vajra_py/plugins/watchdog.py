@@ -123,10 +123,10 @@ class _Watchdog(threading.Thread):
 def _stack_of(thread_id: int) -> list[FrameType]:
     """Return the frames that a thread is executing, innermost first; none if the thread has ended.
 
-    Garbage collection is off meanwhile, since one of its callbacks or finalizers may let another thread run. Two
-    things could then go wrong. CPython holds a lock while it lists the frames of all threads; if the other thread
-    starts one, which takes this lock too, both wait for each other forever. And CPython 3.11 assumes that an outer
-    frame stays where it is while the frame's object is created; if the frame has ended, freed memory is read.
+    Garbage collection is off meanwhile, since one of its callbacks or finalizers may let another thread run. Two things
+    could then go wrong. CPython holds a lock while it lists the frames of all threads; if the other thread starts a
+    further thread, which takes this lock too, the two wait for each other forever. And CPython 3.11 assumes that an
+    outer frame stays where it is while the frame's object is created; if the frame has ended, freed memory is read.
     """
     frames: list[FrameType] = []
     with _COLLECTION_OFF:
@@ -144,7 +144,7 @@ def _stack_of(thread_id: int) -> list[FrameType]:
 
 
 def _plugin_call(frames: list[FrameType]) -> FrameType | None:
-    """Return the outermost plug-in frame that the mechanism called; None without one, or if it is being debugged."""
+    """Return the outermost plug-in frame called by the mechanism; None if there is none, or if it is being debugged."""
     caller = ""
     for depth in range(len(frames) - 1, -1, -1):
         module = _module_of(frames[depth])

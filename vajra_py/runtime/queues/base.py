@@ -77,8 +77,8 @@ class RequestQueue(Protocol):
         """
 
     def begin_step(self) -> None:
-        """Mark keys that may change at any event to be re-read at the next query, even if the time has not changed;
-        called for each step.
+        """Let keys that may change at any event be re-read at the next query, even if the time has not changed; called
+        for each step.
         """
 
     def peek(self, now: float) -> RequestView | None:
@@ -101,14 +101,14 @@ class RequestQueue(Protocol):
         """Return the number of waiting requests."""
 
     def __contains__(self, request: object) -> bool:
-        """Return True if the request waits here."""
+        """Return True if the request waits in this queue."""
 
     def __iter__(self) -> Iterator[RequestView]:
         """Iterate over the waiting requests in no particular order."""
 
 
 class RankedQueue(ABC):
-    """Ranks of the waiting requests, common to all queues; subclasses keep the ranks in order."""
+    """Base of all queues: the ranks of the waiting requests, which subclasses keep in order."""
 
     is_arbitrary = False
     is_volatile = False
@@ -134,11 +134,11 @@ class RankedQueue(ABC):
 
     @abstractmethod
     def _enter(self, rank: Rank, now: float) -> None:
-        """Insert a rank that was just registered into the order."""
+        """Insert into the order a rank that was just registered."""
 
     @abstractmethod
     def _leave(self, rank: Rank) -> None:
-        """Remove a rank that was just unregistered from the order."""
+        """Remove from the order a rank that was just unregistered."""
 
     def add(self, request: RequestView, now: float) -> None:
         """See `RequestQueue.add`."""

@@ -12,7 +12,7 @@ _SPARE = 64
 
 
 class FallTimes:
-    """Times at which keys must be read again, as given by a prioritizer."""
+    """Times, given by a prioritizer, at which keys must be read again."""
 
     __slots__ = ("_at", "_due", "_reader")
 
@@ -23,7 +23,7 @@ class FallTimes:
         """A heap of (time, serial, request); some entries are obsolete."""
 
     def note(self, request: RequestView, now: float, serial: int) -> None:
-        """Store the time at which a request's key, which is read at `now`, may fall next, as the prioritizer gives it.
+        """Get from the prioritizer and store the time at which a request's key may fall next; the key is read at `now`.
         `serial` must be unique.
         """
         at = self._reader.falls_at(request, now)

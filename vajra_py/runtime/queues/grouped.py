@@ -26,8 +26,8 @@ from vajra_py.runtime.queues.keys import GroupReader, KeyReader
 from vajra_py.runtime.queues.ranks import ARRIVED_AT, INDEX, KEY, REQUEST, SERIAL, Rank, SortedRanks
 
 _Next: TypeAlias = tuple[tuple[Any, Any], float, int, int, "_Cursor"]
-"""Place in the total order of the request that a cursor reaches next: ((key of the group, key), arrival, index, serial,
-cursor).
+"""Place, in the total order, of the request that a cursor reaches next: ((key of the group, key), arrival, index,
+serial, cursor).
 """
 
 
@@ -48,7 +48,7 @@ class _Group:
 
 
 class _Cursor:
-    """Position of one iteration over the queue in one group."""
+    """Position in one group that an iteration over the queue has reached."""
 
     __slots__ = ("group", "next", "walk")
 

@@ -37,7 +37,7 @@ class NoHits:
 
 
 class Readings:
-    """Determines the keys of a queue that must be re-read, and when."""
+    """Determines which keys of a queue must be re-read, and when."""
 
     def __init__(self, prioritizer: RequestPrioritizer, name: str | None = None) -> None:
         self._times = FallTimes(prioritizer, name) if isinstance(prioritizer, FallsWithTime) else None
@@ -57,7 +57,7 @@ class Readings:
         self._hits, self._read_at, self._latest = hits, None, None
 
     def begin_step(self) -> None:
-        """Mark the keys to be checked at the next query."""
+        """Let the keys be checked at the next query."""
         self._read_at = None
 
     def stand_at(self, now: float) -> bool:
@@ -96,7 +96,7 @@ class Readings:
     def read(
         self, now: float, waiting: Collection[RequestView], read: Callable[[list[RequestView], float], None]
     ) -> None:
-        """Call `read` with the requests whose keys may have changed by `now`; if it raises, all keys stay marked as
+        """Call `read` with the requests whose keys may have changed by `now`; if `read` raises, all keys stay marked as
         they were.
         """
         if now == self._read_at:

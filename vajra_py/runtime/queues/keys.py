@@ -156,7 +156,9 @@ class FallReader:
         self._at = prioritizer.falls_at
 
     def falls_at(self, request: RequestView, now: float) -> float | None:
-        """Return the time at which the key may fall next, in seconds on the run's clock and checked; None: never."""
+        """Return the time at which the key may fall next, in seconds on the run's clock, checked against the contract;
+        None: never.
+        """
         try:
             given = self._at(request, now)
         except PolicyError:

@@ -108,8 +108,8 @@ class KineticQueue(RankedQueue):
 
 
 class _Frontier:
-    """Iteration over all ranks in their order at time `now`, in O(log n) each, by a heap with the first rank of each
-    unread part.
+    """Iteration over all ranks in their order at time `now`, in O(log n) each, with a heap that holds the first rank of
+    each unread part.
 
     A part is a subtree of the tournament, represented by the head of its winner, or a group that is being read. The
     tournament may change during iteration: removals only make the places stored in the heap too early, which costs an
@@ -136,7 +136,7 @@ class _Frontier:
                 self._push_next(source)
 
     def _open(self, level: int, position: int) -> None:
-        """Split a subtree into the group of its winner and the subtrees that lost to this group."""
+        """Split a subtree into the group that won it and the subtrees that lost to this group."""
         group = self._tournament.winners[self._tournament.match(level, position)]
         if group is None:
             return
@@ -165,7 +165,7 @@ def _in_order(group: SlopeGroup, now: float) -> Iterator[Rank]:
     ranks, shift = group.ranks, group.slope * now
     equal: list[Rank] = []
     settled: float | None = None
-    """Intercept whose computed key no other intercept shares: its ranks are in order already."""
+    """Intercept whose computed key no other intercept shares; the ranks with this intercept are in order already."""
     for rank in ranks.walk():
         intercept = rank[KEY]
         if intercept == settled:

@@ -40,7 +40,7 @@ class NamedFallsQueue(RankedQueue):
         """Number of times that a request has moved forward."""
         self._asked_at = -inf
         """Time of the last query, or a later one at which a request was added or refreshed; a query for an earlier time
-        re-reads all keys, because they may be lower there although no fall was named.
+        re-reads all keys, because keys may be lower at that time although no fall was named.
         """
 
     def peek(self, now: float) -> RequestView | None:

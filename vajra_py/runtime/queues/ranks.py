@@ -66,8 +66,8 @@ class SortedRanks:
         return self._blocks[0][0]
 
     def first_two(self) -> tuple[Rank, Rank | None]:
-        """Return the first rank and the next listed one, which may be marked as removed (None: no other is listed);
-        IndexError if there are no ranks.
+        """Return the first rank and the next stored one, which may be marked as removed (None: no other rank is
+        stored); IndexError if there are no ranks.
         """
         block = self._blocks[0]
         if len(block) > 1:
@@ -75,7 +75,7 @@ class SortedRanks:
         return block[0], self._blocks[1][0] if len(self._blocks) > 1 else None
 
     def first_after_key(self, key: object) -> Rank | None:
-        """Return the first listed rank with a greater key, which may be marked as removed; None if there is none."""
+        """Return the first stored rank with a greater key, which may be marked as removed; None if there is none."""
         after: Any = (key, inf)  # greater than every rank with this key: a rank continues with its finite arrival time
         return next(self._after(after), None)
 

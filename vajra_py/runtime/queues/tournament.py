@@ -1,12 +1,12 @@
 """Kinetic tournament: the lowest of many lines, and the time until which it stays the lowest.
 
-A kinetic tournament (Basch, Guibas and Hershberger, "Data structures for mobile data", SODA 1997) over groups of
+It is a kinetic tournament (Basch, Guibas and Hershberger, "Data structures for mobile data", SODA 1997) over groups of
 parallel lines. Every match caches its winner and a certificate: the time until which this group stays the winner. Keys
 are compared as computed in floating point, intercept + slope * now, so a certificate is shortened by a bound on the
-rounding of both keys; from its end until the lines are clearly apart again, the match is replayed at each new time. The
-winner is thus always that of a plain comparison of all computed keys, ties broken by (arrival, index).
+rounding of both keys; from the certificate's end until the lines are clearly apart again, the match is replayed at each
+new time. The winner is thus always that of a plain comparison of all computed keys, ties broken by (arrival, index).
 
-Queries may be for any time: a time before the last query costs O(groups), a later time only the matches that have
+Queries may be for any time: a time before the last query costs O(groups), a later time costs only the matches that have
 changed.
 """
 
@@ -18,7 +18,7 @@ from vajra_py.runtime.queues.ranks import ARRIVED_AT, INDEX, KEY, SERIAL, Rank, 
 
 _ROUNDING = 2.0**-49
 """Relative bound on the rounding of a key: its error is at most 2**-52 of (abs(intercept) + abs(slope * now)); the rest
-covers the arithmetic on the bound.
+covers the rounding when the bound itself is computed.
 """
 
 _TINY = 1e-300
@@ -165,7 +165,7 @@ class Tournament:
         self._climb(leaf, group)
 
     def changed(self, group: SlopeGroup) -> None:
-        """Update the matches of a group whose head, or its `until`, has changed."""
+        """Update the matches of a group whose `head` or `until` has changed."""
         leaf = self._capacity + group.slot
         self._until[leaf] = group.until
         self._climb(leaf, group)
@@ -260,7 +260,7 @@ class Tournament:
             until[place] = holds
 
     def _double(self) -> None:
-        """Make this tournament the left half of one twice as large."""
+        """Make this tournament the left half of a tournament twice as large."""
         old = self._capacity
         winners: list[SlopeGroup | None] = [None, self.winners[1]]
         until = [inf, self._until[1]]

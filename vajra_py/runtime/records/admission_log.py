@@ -2,8 +2,8 @@
 after a deferral.
 
 `{"at": seconds, "index": …, "request_id": …, "policy": …, "decision": "accept" | "refuse" | "defer", …}`, with the
-fields that the decision sets, in the order of the decisions. The same run gives the same bytes. Runs without an
-admission policy have no such file.
+fields that the decision sets. Lines are in the order of the decisions. The same run gives the same bytes. Runs without
+an admission policy have no such file.
 """
 
 from __future__ import annotations

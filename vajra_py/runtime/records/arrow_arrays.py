@@ -1,8 +1,8 @@
 """Arrow arrays of numbers, flags, texts and lists of texts, made without pandas, and computations on them.
 
 `pyarrow.array` always imports pandas at its first call: on a small run, this takes as much time as everything else
-together. `pyarrow.compute` wraps and documents 300 functions, and methods such as `take` import it, which takes a tenth
-of a small run's time. `call` uses the module that `pyarrow.compute` wraps.
+together. Importing `pyarrow.compute` takes a tenth of a small run's time, because it wraps and documents 300 functions;
+methods such as `take` import it. `call` uses the module that `pyarrow.compute` wraps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def arrow_array(values: Any, kind: Any = None, is_null: NDArray[np.bool_] | None
 
 
 def list_array(values: Any, counts: NDArray[Any]) -> Any:
-    """Return an Arrow array of lists; `counts` has the number of values of each record."""
+    """Return an Arrow array of lists; `counts` has the number of values in each list."""
     return list_arrays([values], counts)[0]
 
 

@@ -1,8 +1,8 @@
 """Decision log: the policies' decisions as records in a Parquet file; a run of repeated decode steps is one record.
 
-A record has the changes since the replica's previous record: requests that joined and left the decodes, the chunks,
-preempted requests, ended requests, and the end of each step of a run. `decision_reader` makes a row for each step. The
-same run gives the same bytes: the file does not contain the time of writing.
+A record has the changes since the replica's previous record: requests that joined or left the decodes, the chunks,
+preempted requests, ended requests, and the time at which each step of a run ended. `decision_reader` makes a row for
+each step. The same run gives the same bytes: the file does not contain the time of writing.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class DecisionLog(StepLog):
         return len(joined) // 3, len(left), len(plan.chunks), len(plan.preempted), len(finished)
 
     def _keep(self, batch: Batch) -> None:
-        """Journal the records, and write complete row groups."""
+        """Write the records to the journal, and those row groups that are complete to the file."""
         # A smaller batch is the last one; it needs no journal, because the file is completed next.
         if len(batch.rows) >= self._batch_size * ROW_BYTES:
             if self._journal is None:
@@ -232,7 +232,7 @@ def journaled_tables(path: Path) -> list[Any]:
 
 
 class _Counted(io.RawIOBase):
-    """File that counts the bytes written to it, as pyarrow requires."""
+    """File with the position that pyarrow requires: the number of bytes written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -261,7 +261,9 @@ class _Counted(io.RawIOBase):
 
 
 class PoolMoves(NamedTuple):
-    """Changes of a plan that are no longer known when its step ends; flat numbers, grouped as in `LISTS`."""
+    """Data that is no longer known when a plan's step ends: changes of the decode pool, and chunks; flat numbers,
+    grouped as in `LISTS`.
+    """
 
     joined: Numbers
     left: Numbers

@@ -21,9 +21,9 @@ class EmittedFigures:
     def __init__(self) -> None:
         self.is_kept = False
         self.series: list[tuple[str, str, str]] = []
-        """Series of figures, (replicaset, policy, name); a row refers to a series by its position here."""
+        """Series of figures, (replicaset, policy, name); a row refers to a series by its position in this list."""
         self.numbers = array("I")
-        """Number of the series of each row."""
+        """Position in `series` of each row's series."""
         self.at = array("d")
         """Time of each row, in seconds on the run's clock."""
         self.values = array("d")

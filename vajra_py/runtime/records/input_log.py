@@ -53,8 +53,8 @@ class Arrival(Struct, frozen=True):
         tick: time of its acceptance.
         arrived_at: time at which its client sent it, seconds.
         facts: facts stated by the client.
-        content: segments that identify its prompt in the prefix cache, if it is known by segments.
-        prompt_token_ids: its prompt, if it is known by tokens. A request with neither shares no blocks.
+        content: segments that identify its prompt in the prefix cache, if the prompt is given as segments.
+        prompt_token_ids: its prompt, if it is given as tokens. A request with neither shares no blocks.
         num_output_tokens: its output length, if it was known beforehand.
         salt: salt of the prompt's hashes, since only requests with equal salts share prefixes; None: as in the
             settings.
@@ -90,14 +90,14 @@ class Abort(Struct, frozen=True):
 
 
 class Expiry(Struct, frozen=True):
-    """The expiry of a request that waited longer than it allowed."""
+    """The expiry of a request that waited longer than its client allowed."""
 
     tick: int
     request_id: str
 
 
 class ProgramIdle(Struct, frozen=True):
-    """The end of a program that had no call for the idle time."""
+    """The end of a program of which no call was alive, and none arrived, for `programs.idle_s` seconds."""
 
     tick: int
     program_id: str
@@ -114,7 +114,8 @@ class Failure(Struct, frozen=True):
     """The loss of a replica.
 
     Attributes:
-        max_reruns: maximum number of times that a request is recomputed after losses; None: its requests ended.
+        max_reruns: maximum number of times that a request is recomputed after losses; None: the requests of the lost
+            replica end.
         guilty: ids of the requests for which the loss counts, because the replica was computing only them; None: all
             requests that it held.
     """
@@ -153,7 +154,7 @@ class Swap(Struct, frozen=True):
     params: Mapping[str, Any]
 
     def change(self) -> PolicyChange:
-        """Return the change of policy that this records."""
+        """Return the change of policy that this entry records."""
         return PolicyChange(
             self.replicaset, Layer(self.layer), PolicyChoice(policy=self.policy, params=dict(self.params))
         )
@@ -175,8 +176,8 @@ class Gate(Struct, frozen=True):
     Attributes:
         admits: True if waiting requests may get KV blocks.
         forms: True if steps are formed.
-        bars_preempted: True if a preempted request waits for a later step, as one of its tokens is still being
-            computed.
+        bars_preempted: True if the step that preempts a request must not admit it again, because one of its tokens is
+            still being computed.
     """
 
     tick: int
@@ -213,7 +214,7 @@ class WakeUp(Struct, frozen=True):
         replicaset: name of the policy's replicaset; empty for a policy of the whole system.
         slot: key of the policy under `scheduling:`.
         index: the policy's position in its layer; for a replica scheduler, the replica's id.
-        key: key of the wake-up; None: its replica was to form a step (`BatchBuilder.idle_until`).
+        key: key of the wake-up; None: the policy's replica was to form a step (`BatchBuilder.idle_until`).
     """
 
     tick: int
@@ -228,8 +229,7 @@ class ReplicaChange(Struct, frozen=True):
     the scaler.
 
     Attributes:
-        state: value of the replica's new `ReplicaState`. A draining replica goes down without an entry when it is
-            empty.
+        state: value of the replica's new `ReplicaState`. A draining replica that is empty goes down without an entry.
     """
 
     tick: int
@@ -302,7 +302,7 @@ class Answer(Struct, frozen=True):
 
 
 class ServerReport(Struct, frozen=True):
-    """Figures reported by a server: running and waiting requests, and the fraction of its KV memory in use."""
+    """Figures reported by a server: numbers of running and waiting requests, and the used fraction of its KV memory."""
 
     tick: int
     replicaset: str
@@ -335,7 +335,7 @@ Control: TypeAlias = Gate | CacheReset | Stall | KvLook | KvNews | Verification
 
 
 class StageEnd(Struct, frozen=True):
-    """The end of a step's first pipeline stage, after which the next step could enter it."""
+    """The end of a step's first pipeline stage, after which the next step could enter this stage."""
 
     tick: int
     replicaset: str

@@ -1,5 +1,5 @@
-"""Output log of a run that computes: the tokens of each request, the reason of its end, and its drafts, in a file of
-JSON lines.
+"""Output log of a run that computes tokens: the tokens of each request, the reason of its end, and its drafts, in a
+file of JSON lines.
 """
 
 from __future__ import annotations

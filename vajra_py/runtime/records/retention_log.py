@@ -1,5 +1,5 @@
-"""Log of retention: one JSON line for each pin, for its end, and for the blocks that a retention policy evicts at
-one time.
+"""Log of retention: one JSON line for each pin, for each end of a pin, and for the blocks that a retention policy
+evicts at one time.
 
 `{"at": seconds, "replicaset": …, "replica_id": …}` with one of `"pinned": name, "request_id": …, "until": seconds`,
 `"unpinned": name, "why": "released" | "expired" | "forced"`, or `"evicted": [[request, depth], …]`: the request that

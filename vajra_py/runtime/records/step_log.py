@@ -57,7 +57,7 @@ _ROW = Struct(f"<{len(FIELDS)}q")
 ROW_BYTES = _ROW.size
 _pack = _ROW.pack
 NO_LISTS = (0,) * (len(LISTS) - 1)
-"""Numbers of entries in `LISTS` after the first one, for a record without such entries."""
+"""Number of entries in each of `LISTS` after the first list, for a record without such entries."""
 
 Numbers: TypeAlias = Sequence[int]
 _Finished: TypeAlias = Sequence[tuple[Request, EndReason]]
@@ -126,7 +126,7 @@ class StepLog(Observer):
         self._keepers.append(keeper)
 
     def hand_on(self) -> None:
-        """Pass on the records so far."""
+        """Pass the records collected so far on to the logs."""
         if not self._rows and not self._ids:
             return
         notes = [self._notes.get(record, "") for record in range(len(self._rows))] if self._notes else []
@@ -235,7 +235,7 @@ class StepLog(Observer):
         """Store these records; does nothing here."""
 
     def _count_lists(self, plan: StepPlan, finished: _Finished, lists: Mapping[str, list[int]]) -> Numbers:
-        """Return a record's number of entries in each of `LISTS` after the first; a subclass may append the entries to
-        `lists`.
+        """Return a record's number of entries in each of `LISTS` after the first list; a subclass may append the
+        entries to `lists`.
         """
         return (0, 0, 0, len(plan.preempted), len(finished)) if plan.preempted or finished else NO_LISTS

@@ -44,22 +44,22 @@ class FindsInTiers(Protocol):
         """
 
     def load(self, request: Request, num_on_device: int, num_tokens: int) -> None:
-        """Begin to load `num_tokens` tokens, after those on the device, to the blocks that are about to be allocated to
-        the request.
+        """Begin to load the KV of `num_tokens` tokens, after those on the device, into the blocks that are about to be
+        allocated to the request.
         """
 
 
 class SwapsBesideSteps(Protocol):
-    """Copies of swapped requests that are made while steps run."""
+    """Copies the KV of swapped requests while steps run."""
 
     def is_leaving(self, request: Request) -> bool:
-        """Return True if a request is still being copied to the host."""
+        """Return True if a request's KV is still being copied to the host."""
 
     def leave(self, request: Request, num_blocks: int) -> None:
-        """Begin to copy a request to its blocks in host memory."""
+        """Begin to copy a request's KV to the request's blocks in host memory."""
 
     def come_back(self, request: Request, num_blocks: int) -> None:
-        """Begin to copy a request to its blocks on the device."""
+        """Begin to copy a request's KV to the request's blocks on the device."""
 
 
 class Builder(PlanDraft):
@@ -102,17 +102,17 @@ class Builder(PlanDraft):
         self._latency = latency
         self._lifecycle = lifecycle
         self.policy_name = ""
-        """Policy name that the reasons of dropped requests begin with."""
+        """Name of the policy, with which the reasons of dropped requests begin."""
         self.dropped: list[tuple[Request, EndReason]] = []
         """Requests that the policy has dropped and `take_dropped` has not returned yet."""
         self.idle_at: float | None = None
         """Time in seconds until which the policy leaves the replica idle on purpose; None if it does not."""
         self.loads: list[tuple[Request, int]] = []
-        """Requests that got blocks for KV that another replica must send, with the number of tokens cached here."""
+        """Requests that got blocks for KV from another replica, each with the number of its tokens cached here."""
         self.handed_off: list[Request] = []
         """Requests that the policy hands off and whose hand-off has not begun yet."""
         self._keeps: Callable[[Request], Refusal | None] | None = None
-        """Function that returns why a running request cannot be handed off; None here: hand-offs are not allowed."""
+        """Function that returns the reason against handing off a request, if any; None: hand-offs are not allowed."""
         self._cached_tokens: Callable[[Request], int] = self._memory.cached_tokens
         """Function that returns the number of leading tokens that a waiting request without KV need not compute."""
         self._connected: ConnectedKv | None = None
@@ -120,9 +120,9 @@ class Builder(PlanDraft):
         self._tiers: FindsInTiers | None = None
         """Lookup in lower memory tiers for waiting requests; None without tiers."""
         self._swaps: SwapsBesideSteps | None = None
-        """Copies of swapped requests while steps run; None if copies are made before the step."""
+        """Copies the KV of swapped requests while steps run; None if it is copied before the step."""
         self._returned: set[Request] = set()
-        """Requests that this step admitted after they were swapped in: they cannot be preempted in it, so that requests
+        """Requests that this step admitted after they were swapped in; this step cannot preempt them, so that requests
         do not swap each other out forever.
         """
         self.refusals: dict[Request, Refusal] = {}
@@ -135,8 +135,8 @@ class Builder(PlanDraft):
         """Decodes of the pool whose filled blocks are to be cached, latest admitted first."""
         self._looked_at: list[Request] = []
         self._growing: Collection[Request] = ()
-        """Pool members that need a block in this step (with recycled blocks: that take, fill or free one); set when a
-        first member is added individually.
+        """Pool members that need a block in this step, or, with recycled blocks, that take, fill or free a block in
+        this step; set when a first member is added individually.
         """
         self._caches_decodes = False
         """True if blocks that pool members fill are cached when these members are added individually."""
@@ -144,8 +144,8 @@ class Builder(PlanDraft):
         """See `KvMemory.recycles`."""
 
         self._most_held = min(self._longest - 1, self._num_kv_tokens)
-        """Maximum number of tokens of a decode with its drafts, so that one more token fits into the model's length,
-        and the request alone into the memory.
+        """Maximum number of tokens of a decode with its drafts: the model's length must allow one more token, and the
+        memory must hold the request if it is alone.
         """
         self._draft_rules = rules = options.drafts
         self._most_advance = running_set.memory.block_size if self._recycles or rules is None else rules.max_tokens + 2
@@ -201,9 +201,7 @@ class Builder(PlanDraft):
         return handed_off
 
     def take_loads(self) -> list[tuple[Request, int]]:
-        """Return the requests that got blocks since the last call, and whose KV another replica must send; see
-        `loads`.
-        """
+        """Return the requests that got blocks for KV from another replica since the last call; see `loads`."""
         loads, self.loads = self.loads, []
         return loads
 
@@ -279,7 +277,7 @@ class Builder(PlanDraft):
         return None
 
     def _add_decode(self, request: Request, reserve_tokens: int | None) -> Refusal | None:
-        """Add the one token of a pool member like `add`, for policies that add members one by one."""
+        """Add a pool member with its one token, as `add` does; for policies that add members one by one."""
         selected = self.selected
         if request in selected:
             return self._refuse(request, Refusal.ALREADY_SCHEDULED)
@@ -790,7 +788,7 @@ class Builder(PlanDraft):
 
     def _cache_decodes(self, before: int | None = None) -> None:
         """Cache the blocks that decodes of the pool fill, in order of admission; with `before`, only blocks of decodes
-        with a lower admission index.
+        whose admission index is lower than `before`.
         """
         waiting, memory = self._to_cache, self._memory
         while waiting and (before is None or waiting[-1].admitted_index < before):

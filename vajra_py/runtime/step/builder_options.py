@@ -67,6 +67,8 @@ class BuilderOptions(Struct, kw_only=True):
     end is known.
     """
     busy_group_tokens: int = 500
-    """Number of query tokens of a KV-parallel group in a step; a group that has reached it takes no new request."""
+    """Number of query tokens of a KV-parallel group in a step; a group that has reached this number takes no new
+    request.
+    """
     drafts: DraftRules | None = None
     """Rules of drafts; None: decodes have no drafts."""

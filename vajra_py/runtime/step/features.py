@@ -95,8 +95,8 @@ class GroupFeatures:
 
 
 def _work(features: BatchFeatures) -> tuple[int, int]:
-    """Return a group's work for comparisons without a latency model: query tokens, then context tokens and attention
-    pairs.
+    """Return a group's work for comparisons without a latency model: (query tokens, decodes' context tokens plus
+    attention pairs).
     """
     return features.num_tokens, features.decode_context_tokens + features.prefill_attention_pairs
 

@@ -124,7 +124,7 @@ class StepPlan(Struct, eq=False):
     features: BatchFeatures
     """Features of the batch; of its slowest group under KV parallelism."""
     chunks: Sequence[PlannedChunk]
-    """Prefill chunks, and decodes that are not part of the pool's step."""
+    """Prefill chunks, and decodes that are not counted in `num_pool_decodes`."""
     pool: DecodePool | None
     """Decode pool, if all of its members decode in this step; else None."""
     num_pool_decodes: int
@@ -141,7 +141,7 @@ class StepPlan(Struct, eq=False):
     """True if running entries are listed in order of admission rather than as they were added."""
     preempted: Sequence[tuple[Request, str]] = ()
     num_preempted_before: int = 0
-    """Number of requests that were preempted in earlier attempts at this step that ran nothing."""
+    """Number of requests that were preempted in earlier, unsuccessful attempts to form this step."""
     admissions: Mapping[Request, int] | None = None
     """Admission index of each entry, by which obsolete results are recognised; None unless several steps may be in
     flight.
@@ -235,8 +235,8 @@ class StepResult(Struct, frozen=True):
     names requests whose token ended them (end of sequence or a stop string), for executors that do not know lengths in
     advance. `failed` names requests whose part of the step failed, with reasons; only they end. `accepted` holds the
     number of drafts that became output, for requests with accepted drafts. With `is_ahead`, the next step is formed
-    before tokens and accepted drafts are known: each such entry yields one token, however many drafts are accepted, and
-    accepted drafts are reported later, through `Replica.verify`.
+    before tokens and accepted drafts are known: each entry that samples yields one token, however many drafts are
+    accepted, and accepted drafts are reported later, through `Replica.verify`.
     """
 
     tokens: Sequence[tuple[Request, int]] | None = None

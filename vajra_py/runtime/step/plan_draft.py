@@ -90,9 +90,9 @@ class PlanDraft:
         not processed yet.
         """
         self.swap_bytes_due = 0
-        """Bytes swapped by attempts at a step that ran nothing; they count in the next step."""
+        """Bytes swapped in unsuccessful attempts to form a step; they count in the next step."""
         self.num_preempted_before = 0
-        """Number of requests that were preempted in earlier attempts at this step that ran nothing."""
+        """Number of requests that were preempted in earlier, unsuccessful attempts to form this step."""
         self.chunks: dict[Request, PlannedChunk] = {}
         self.drafts: dict[Request, PlannedDrafts] = {}
         """Drafts of the decodes in the batch, if decodes have drafts; these decodes are among `chunks`."""
@@ -124,11 +124,11 @@ class PlanDraft:
         self._options.keep_notes = on
 
     def begin_attempts(self) -> None:
-        """Begin the attempts at the next step, in which no request was preempted yet."""
+        """Begin the attempts to form the next step; no request was preempted in them yet."""
         self.num_preempted_before = 0
 
     def count_preempted(self, num_requests: int) -> None:
-        """Count requests that were preempted in an attempt at this step that ran nothing."""
+        """Count requests that were preempted in an unsuccessful attempt to form this step."""
         self.num_preempted_before += num_requests
 
     def hold_slots(self, num_requests: int) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 _ALLOCATIONS_BETWEEN_COLLECTIONS = 50_000
 _ALLOCATIONS_OF_A_START = 1_000_000
-"""Allocations added to the collector's threshold while a command starts."""
+"""Number of allocations added to the collector's threshold while a command starts."""
 
 
 def put_off_collections() -> None:
