@@ -42,7 +42,7 @@ class HasHostOverhead(Protocol):
 
     @property
     def host(self) -> HostOverhead:
-        """Overhead of the host per step and per request; predictions of steps already include that per step."""
+        """Overhead of the host per step and per request; predictions of steps already include the part per step."""
 
 
 @runtime_checkable

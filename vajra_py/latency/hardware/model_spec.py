@@ -32,7 +32,7 @@ class Experts(Struct, frozen=True):
     shared_intermediate_size: int = 0
     """Total width of the shared experts, which every token uses; 0 without shared experts."""
     gates_shared: bool = False
-    """True if a learned gate weights the shared experts (Qwen2-MoE)."""
+    """True if a learned gate scales the output of the shared experts (Qwen2-MoE)."""
 
 
 class ModelSpec(Struct, frozen=True):
@@ -56,7 +56,7 @@ class ModelSpec(Struct, frozen=True):
     mlp_matrices: int = 3
     """Number of matrices of a feed-forward layer: 3 if it is gated (SwiGLU, GeGLU), else 2."""
     extra_layer_parameters: int = 0
-    """Parameters of one layer's norms and biases."""
+    """Number of parameters of one layer's norms and biases."""
     sliding_window: int | None = None
     num_sliding_layers: int = 0
     experts: Experts | None = None
@@ -122,7 +122,7 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding table and of the head; counted once if they are tied."""
+        """Number of parameters of the embedding table and the head; counted once if the two are tied."""
         return self.head_weights * (1 if self.tied_embeddings else 2)
 
     @property
@@ -133,7 +133,7 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters that one token uses: all, without the experts that it is not routed to."""
+        """Number of parameters that one token uses: all except those of the experts that it is not routed to."""
         if self.experts is None:
             return self.parameters
         idle = self.experts.num_experts - self.experts.experts_per_token

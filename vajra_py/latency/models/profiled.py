@@ -29,7 +29,7 @@ from vajra_py.latency.models.variation import Variation
 PROFILE_VERSION = 1
 PROFILE_KIND = "vajra-profile"
 CURVES = ("num_tokens", "decode_context_tokens", "prefill_attention_pairs")
-"""Features with a curve."""
+"""Features whose time is a piecewise-linear curve."""
 COEFFICIENTS = ("num_decodes", "num_prefills", "prefill_context_tokens", "swap_bytes")
 """Features with a constant time per unit."""
 
@@ -170,7 +170,7 @@ class ProfiledModel:
     """A `LatencyModel` from a profile.
 
     Attributes:
-        variation: variation of equal steps in simulations (see `VariesSteps`); policies get the mean.
+        variation: variation of equal steps in simulations (see `VariesSteps`); predictions for policies are the mean.
     """
 
     num_stages = 1

@@ -69,7 +69,9 @@ class StepCoefficients(Struct, frozen=True):
     """Seconds per unit of work outside the layers, and of decode attention."""
 
     decode_key_s: float
-    """Time of decode attention per key, the larger of memory and arithmetic, over the layers with full attention."""
+    """Time of decode attention per key, summed over the layers with full attention: the larger of the times of memory
+    and arithmetic.
+    """
     window_decode_key_s: float
     head_weights_s: float
     head_row_s: float
@@ -112,7 +114,7 @@ class RooflineModel:
         self._products: dict[int, float] = {}
         """Cache of `_products_s` by number of tokens; numbers repeat, since many steps use the whole token budget."""
         self._rows: dict[int, float] = {}
-        """Cache of the times of head and overhead, by number of rows of logits."""
+        """Cache of the time of head plus overhead, by number of rows of logits."""
         self._decode_parts: dict[int, tuple[float, float]] = {}
         """Cache for steps of decodes only, by number of decodes: time of layers without attention, and time outside the
         layers."""
@@ -360,7 +362,7 @@ def step_coefficients(deployment: Deployment) -> StepCoefficients:
 
 
 def decode_key_s(deployment: Deployment) -> tuple[float, float]:
-    """Return the seconds of memory and of arithmetic per key of a decode's attention, in one layer."""
+    """Return (seconds of memory, seconds of arithmetic) per key of a decode's attention, in one layer."""
     model, device = deployment.model, deployment.device
     flops = device.attention_flops(deployment.attention_dtype) * deployment.parallelism.tensor
     return deployment.kv_bytes_per_token_per_layer / device.attainable_bandwidth, model.decode_flops_per_pair / flops
@@ -384,8 +386,8 @@ def elementwise_token_s(deployment: Deployment) -> float:
 
 
 def all_reduce_s(deployment: Deployment) -> tuple[float, float]:
-    """Return the seconds per step and per token of all layers' all-reduces, two in each layer (each rank of a ring of t
-    sends 2 (t - 1) / t of the bytes).
+    """Return (seconds per step, seconds per token) of all layers' all-reduces. Each layer has two; in each, every rank
+    of a ring of t ranks sends 2 (t - 1) / t of the bytes.
     """
     model, device, tensor = deployment.model, deployment.device, deployment.parallelism.tensor
     if tensor == 1:

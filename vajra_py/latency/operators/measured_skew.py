@@ -1,8 +1,9 @@
 """Factors by which unequal decode contexts lengthen attention, from batches with unequal contexts in the profile.
 
 The ratio of the times with unequal and with equal contexts is not a constant of the GPU. A chunk beside the decodes
-lowers it, since the chunk's own attention is not affected: the more, the larger the chunk and its context are. The
-decodes' mean context raises it. So measured ratios are interpolated over all of these and the number of decodes.
+lowers the ratio, since the chunk's own attention is not affected; a larger chunk or a longer context of the chunk
+lowers it more. A longer mean context of the decodes raises it. So measured ratios are interpolated over all of these
+and the number of decodes.
 """
 
 from __future__ import annotations
