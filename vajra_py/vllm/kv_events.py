@@ -103,7 +103,9 @@ class VllmBlockHashes(TokenBlockHashes):
 
 
 class KvFeed(ContentEvents):
-    """Collects the events of the prefix cache; as in vLLM, blocks whose content another block holds have events too."""
+    """Collects the events of the prefix cache; as in vLLM, a block with the same content as another one causes events
+    too.
+    """
 
     def __init__(self, kind: str) -> None:
         """Create an empty feed; `kind` is vLLM's name for the kind of KV blocks."""

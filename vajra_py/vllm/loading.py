@@ -133,8 +133,8 @@ class VllmWorkers:
     def allocate(self, num_blocks: int) -> None:
         """Allocate the KV memory, and warm up.
 
-        Raises `ConfigError` for a model with other than one block table of full attention, and `ExecutorError` if the
-        blocks cannot be allocated.
+        Raises `ConfigError` for a model that does not have a single block table of full attention, and `ExecutorError`
+        if the blocks cannot be allocated.
         """
         from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 

@@ -11,7 +11,9 @@ from vajra_py.vllm.mechanism import adapter_salt
 
 
 class AdapterNames:
-    """Assigns each adapter a name for policies: vLLM's name, with the number appended if another adapter has it."""
+    """Assigns each adapter a name for policies: vLLM's name, with the adapter's number appended if an earlier adapter
+    has the same name.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}

@@ -104,8 +104,8 @@ class Submission:
     Attributes:
         prompt_token_ids: token ids from which block hashes are computed; None: the request is not in the prefix cache.
         hash_blocks: constructor of the hashes, with the arguments of `TokenBlockHashes`.
-        reads_cache: True if it may hit the prefix cache; its blocks are entered there in either case.
-        on_ended: called at its end, for any reason.
+        reads_cache: True if the request may hit the prefix cache; its blocks are entered there in either case.
+        on_ended: called when the request ends, for any reason.
         output: output tokens known so far, including those from before a resubmission.
         num_kept: number of output tokens at the time of submission.
         request: the mechanism's request, once created.
@@ -256,7 +256,7 @@ class Mechanism(Backend[_VllmReplica]):
         self._ahead: StepPlan | None = None
         """The last step, if it has ended and its accepted drafts are not known yet; None otherwise."""
         self._leaving: set[Request] = set()
-        """Requests that hold KV blocks until they end, with the open turn or with the step in flight."""
+        """Requests that end with the open turn or with the step in flight, and hold KV blocks until then."""
         self._connected: ConnectedKv | None = None
         self.watch(())
 
@@ -301,7 +301,7 @@ class Mechanism(Backend[_VllmReplica]):
 
     @property
     def kv_usage(self) -> float:
-        """Fraction of the KV blocks that requests hold (0 to 1), except those that are about to end."""
+        """Fraction of all KV blocks (0 to 1) that requests hold, without requests that are about to end."""
         memory = self.replica.memory
         free = memory.free_blocks
         if self._leaving:

@@ -107,7 +107,9 @@ class SteadyTokens:
         return TakenTokens(outputs, accepted)
 
     def owners(self, names: list[str]) -> Sequence[Request] | None:
-        """Return the requests of these names; None if the last step had others or one must be checked individually."""
+        """Return the requests of these names; None if the last step had other requests, or if one of them must be
+        checked individually.
+        """
         return None if self._batch is None or names != self._names else self._batch.requests
 
     def _look_up(self) -> None:

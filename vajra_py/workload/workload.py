@@ -144,7 +144,9 @@ class Workload(Sequence[RequestSpec]):
         return Workload(columns, self.name, {**self.source, "operations": operations})
 
     def scale_time(self, factor: float) -> Workload:
-        """Multiply all arrivals and think times by `factor` (> 0; 2 halves the rate). SLOs and deadlines stay."""
+        """Multiply all arrivals and think times by `factor` (> 0; 2 halves the rate). SLOs and deadlines stay
+        unchanged.
+        """
         return self._derived(
             self._stretched("scale_time", self._checked_factor("scale_time", factor)), op="scale_time", factor=factor
         )

@@ -120,19 +120,21 @@ class ConditionCapacity:
     least: float
     """Lower limit of the geometric mean over seeds; 0 if any capacity lies below the lowest rate that was run."""
     most: float
-    """Upper limit of that mean, equal to `least` if every capacity is exact; infinite if any lies above all rates."""
+    """Upper limit of the geometric mean over seeds, equal to `least` if every capacity is exact; infinite if any
+    capacity lies above the highest rate that was run.
+    """
     interval: Interval | None
     """Confidence interval; None with one seed."""
     confidence: float
 
     @property
     def rate(self) -> float:
-        """Geometric mean, or its known bound."""
+        """Geometric mean over seeds, or the known bound of this mean."""
         return self.least if self.least > 0 else self.most
 
     @property
     def bound(self) -> Bound:
-        """Relation of the rate to the capacity."""
+        """Relation of `rate` to the capacity: equal to it, a bound of it, or unknown."""
         return bound_of(self.least, self.most)
 
 
@@ -140,7 +142,7 @@ Bound: TypeAlias = Literal["exact", "at least", "at most", "unknown"]
 
 
 def bound_of(least: float, most: float) -> Bound:
-    """Return the relation of a rate to a capacity of which only the limits `least` and `most` are known."""
+    """Return how a rate (`least` if above 0, else `most`) is related to a capacity between `least` and `most`."""
     if math.isclose(least, most, rel_tol=1e-12):
         return "exact"
     if least > 0:
@@ -243,12 +245,12 @@ class RateEstimate:
 
     @property
     def rate(self) -> float:
-        """Capacity, or its known bound."""
+        """Capacity of the SLO, or the known bound of this capacity."""
         return self.least if self.least > 0 else self.most
 
     @property
     def bound(self) -> Bound:
-        """Relation of the rate to the capacity."""
+        """Relation of `rate` to the capacity: equal to it, a bound of it, or unknown."""
         return bound_of(self.least, self.most)
 
 

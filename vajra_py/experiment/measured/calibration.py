@@ -54,7 +54,7 @@ class Fit:
     values: tuple[float, ...]
     num_simulations: int
     held_out: Mapping[str, float]
-    """Relative errors of means over the requests that were not fitted, by latency."""
+    """Relative error of the mean of each latency metric over the requests that were not fitted."""
     before: Mapping[str, float]
     """Relative errors of the same means before the fit, with every figure at its prior."""
 
@@ -225,7 +225,7 @@ class _Trials:
         return parts, rest, spent[matched]
 
     def held_out(self, values: Floats) -> dict[str, float]:
-        """Return the relative errors of means over the requests that were not fitted."""
+        """Return the relative error of the mean of each latency metric over the requests that were not fitted."""
         simulated, measured = self._simulated(values), self._run.requests
         errors = {}
         for name in LATENCIES:

@@ -15,8 +15,8 @@ from vajra_py.runtime.support.seeds import SeedTree
 GREEDY = SamplingParams(temperature=0.0)
 _REFERENCE_ROWS, _REFERENCE_CONTEXT = 8, 16
 NEIGHBOURS = 2
-"""Number of reference times on each side of a reference time; the median of all of them gives the machine's speed at
-that moment.
+"""Number of reference times before and after each reference time; the median of all of these gives the machine's speed
+at that moment.
 """
 
 

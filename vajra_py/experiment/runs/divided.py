@@ -92,8 +92,8 @@ def why_together(
     """Return the reason why the replicas of a replicaset must stay in one part; None if each can be simulated
     separately.
 
-    `seeds` records the random streams that its policies request; `first` is its first request, None if it has no
-    requests.
+    `seeds` records the random streams that its policies request; `first` is the replicaset's first request, or None
+    without requests.
     """
     policies = replicaset.policies
     assert policies is not None  # a replicaset built from settings has policies

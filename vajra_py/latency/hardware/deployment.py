@@ -20,9 +20,9 @@ class Parallelism(Struct, frozen=True):
     tensor: int = 1
     pipeline: int = 1
     kv: int = 1
-    """KV-parallel groups, each with its own tensor-parallel and pipeline ranks."""
+    """Number of KV-parallel groups; each has its own tensor-parallel and pipeline ranks."""
     data: int = 1
-    """Data-parallel ranks, each with its share of the routed experts; affects memory only."""
+    """Number of data-parallel ranks, each with its share of the routed experts; affects memory only."""
 
 
 class Deployment(Struct, frozen=True):

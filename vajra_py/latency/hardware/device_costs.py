@@ -42,7 +42,7 @@ class DeviceCosts(Struct, frozen=True):
     price_per_hour: float | None = None
     power: DevicePower | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Source of the price (`price_per_hour`, with date) and of each power value."""
+    """Sources by field: of `price_per_hour` (with its date) and of each power value."""
 
     def changed(self, given: Mapping[str, float], source: str) -> DeviceCosts:
         """Return the costs with values given by the user: `price_per_hour` and the `POWER_FIELDS`.

@@ -10,7 +10,7 @@ from vajra_py.contract.latency import BatchFeatures
 
 
 class ConstantModel(Struct, frozen=True):
-    """Latency model with `step_time_s` for every step, divided equally over `num_stages` stages."""
+    """Latency model in which every step takes `step_time_s`, divided equally over `num_stages` stages."""
 
     step_time_s: float
     num_stages: int = 1

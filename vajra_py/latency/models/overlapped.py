@@ -108,7 +108,9 @@ class OverlappedRooflineModel:
         return busy + self._in_turn_s(features)
 
     def stage_time_s(self, features: BatchFeatures) -> float:
-        """Return the seconds that the slowest stage is busy with this batch; the whole step if there is one stage."""
+        """Return the seconds that the slowest stage is busy with this batch; with a single stage, the seconds of the
+        whole step.
+        """
         if self.num_stages == 1 or not features.num_tokens:
             return self.batch_time_s(features)
         operators, head = self._operators(features)

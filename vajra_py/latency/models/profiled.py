@@ -47,7 +47,7 @@ class Curve:
         return self.values[index] + self._slope(index) * (x - self.knots[index])
 
     def at_each(self, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the values at all of `x`, bit for bit equal to `at`."""
+        """Return the value at each element of `x`, bit for bit equal to the results of `at`."""
         indices = np.minimum(np.searchsorted(self.knots, x, side="right"), len(self.knots) - 1) - 1
         slopes = np.array([self._slope(index) for index in range(len(self.knots) - 1)])
         values, knots = np.array(self.values), np.array(self.knots)

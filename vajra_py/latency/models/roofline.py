@@ -136,7 +136,9 @@ class RooflineModel:
         return layers + self._outside_s(features, num_tokens)
 
     def stage_time_s(self, features: BatchFeatures) -> float:
-        """Return the seconds that the slowest stage is busy with this batch; the whole step if there is one stage."""
+        """Return the seconds that the slowest stage is busy with this batch; with a single stage, the seconds of the
+        whole step.
+        """
         if self.num_stages == 1:
             return self.batch_time_s(features)
         num_tokens = features.num_tokens

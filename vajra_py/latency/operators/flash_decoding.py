@@ -35,7 +35,9 @@ multiprocessors.
 BLOCK_ROWS = 64
 """Query rows per block of the split kernel (flash_fwd_launch_template.h)."""
 SHARED_KIB = {80: 164, 86: 100, 87: 164, 89: 100, 120: 100, 121: 100}
-"""Shared memory per multiprocessor by compute capability (CUDA C++ programming guide, technical specifications)."""
+"""Shared memory per multiprocessor in KiB, by ten times the compute capability (CUDA C++ programming guide, technical
+specifications).
+"""
 NUM_ORDERS = 4
 """Number of orders of the sequences over which times are averaged, since only the engine knows the actual order."""
 GOLDEN = 0.6180339887498949

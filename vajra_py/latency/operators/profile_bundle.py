@@ -90,7 +90,9 @@ class _DecodeBatch:
         return max(self.fixed_s + self.per_us_s * self.row.at(mean_context), self.least_s)
 
     def run_times_s(self, contexts: range, num_decodes: int) -> list[float]:
-        """Return the seconds for each of several ascending sums of contexts, bit for bit equal to `time_s`."""
+        """Return the seconds for each of several ascending sums of contexts, bit for bit equal to the results of
+        `time_s`.
+        """
         row, fixed, scale, least = self.row, self.fixed_s, self.per_us_s, self.least_s
         knots, values, slopes, last = row.knots, row.values, row.slopes, len(row.slopes) - 1
         index = min(bisect_right(knots, contexts[0] / num_decodes), last + 1) - 1 if contexts[0] else 0
@@ -104,7 +106,7 @@ class _DecodeBatch:
         return times
 
     def times_s(self, mean_contexts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the seconds for each mean context, bit for bit equal to `time_s`."""
+        """Return the seconds for each mean context, bit for bit equal to the results of `time_s`."""
         times: npt.NDArray[np.float64] = self.fixed_s + self.per_us_s * self.row.at_each(mean_contexts)
         return np.maximum(times, self.least_s)
 
@@ -147,9 +149,9 @@ class ProfileBundleModel:
         )
         self._head = summed(bundle.per_sequence, 1)
         self._of_tokens_s: dict[int, float] = {}
-        """Seconds of everything except attention, head and host, by tokens."""
+        """Seconds of everything except attention and the terms of `_of_sequences`, by number of tokens."""
         self._of_sequences_s: dict[int, tuple[float, float]] = {}
-        """(seconds of head and host, minimum seconds of the step), by sequences."""
+        """Results of `_of_sequences`, by number of sequences."""
         self._largest_tokens = min(float(one.sizes[-1]) for one in bundle.dense.values())
         reach, largest = options.reach, self._attention.largest
         self._reached = (
@@ -275,7 +277,7 @@ class ProfileBundleModel:
         )
 
     def _host_s(self, num_requests: int) -> tuple[float, float]:
-        """Return the seconds that the host adds to a step, and the minimum seconds of the step."""
+        """Return (seconds that the host adds to a step, minimum seconds of the step)."""
         host = self.options.host
         busy = host.step_base_s + host.step_per_request_s * self._per_rank(num_requests)
         return (host.exposed_s, busy) if host.asynchronous else (busy, 0.0)
@@ -327,7 +329,7 @@ class ProfileBundleModel:
         return bool(merged or swap_bytes or drafts) or self._ranks > 1 or tokens > self._longest_chunk
 
     def _of_sequences(self, sequences: int) -> tuple[float, float]:
-        """Return the seconds of head and host, and the minimum seconds of the step."""
+        """Return (seconds of head, gather of the logits and host together, minimum seconds of the step)."""
         added, least = self._host_s(sequences)
         added += self._head_s(sequences) + self._gathered_s(sequences)
         found = self._of_sequences_s[sequences] = (added, least)
