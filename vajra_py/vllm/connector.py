@@ -374,8 +374,8 @@ class Connector:
             self._figures = own if self._figures is None else self._figures.aggregate(own)
 
     def _late_report(self, late: LateEnds, report: KvReport) -> KvReport:
-        """Return the report with the number of returned steps (0 if the step was empty, else 1), and with the requests
-        that no longer need their blocks as `sent`.
+        """Return the report with the number of returned steps (0 if the step was empty, else 1), and with `sent`
+        replaced by the requests that no longer need their blocks.
         """
         for request in report.sent:
             late.sent(request)

@@ -83,7 +83,7 @@ class VllmBlockHashes(TokenBlockHashes):
         return tuple(keys) or None
 
     def stored(self, hashes: Sequence[Hashable]) -> BlockStored:
-        """Return the event for storing these consecutive blocks, equal to that of vLLM's block pool."""
+        """Return the event for storing these consecutive blocks, equal to the event of vLLM's block pool."""
         first, size = self._index_of[hashes[0]], self._block_size
         stop = first + len(hashes)
         keys = [tuple(key[1] for key in self._extra_keys(index) or ()) or None for index in range(first, stop)]

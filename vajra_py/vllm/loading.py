@@ -229,7 +229,7 @@ def _check_names(given: Mapping[str, Any], arguments: Any) -> None:
 
 
 def _size_of(model: Any) -> tuple[int, int]:
-    """Return the number of elements and of bytes of a model's weights."""
+    """Return (number of elements, number of bytes) of a model's weights."""
     weights = list(model.parameters())
     return sum(one.numel() for one in weights), sum(one.numel() * one.element_size() for one in weights)
 

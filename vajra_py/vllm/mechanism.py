@@ -206,7 +206,7 @@ class _VllmReplica(BackendReplica):
     stopped: set[Request] = field(default_factory=set)
     """Requests whose last token is known; they end with the step in flight."""
     accepted: dict[Request, int] = field(default_factory=dict)
-    """Number of accepted drafts of the step in flight, for requests with any."""
+    """Number of accepted drafts of each request in the step in flight; only for requests with accepted drafts."""
     is_known: bool = False
     """True if the tokens of the step in flight are known."""
 
@@ -274,7 +274,9 @@ class Mechanism(Backend[_VllmReplica]):
         self._executor.is_unseen = self.replica.limits.max_draft_tokens > 0
 
     def watch(self, observers: Sequence[Observer]) -> None:
-        """Notify these observers of all events, in place of those of an earlier call. Call before the first request."""
+        """Notify these observers of all events, in place of the observers of an earlier call. Call before the first
+        request.
+        """
         self.controller.watch([self._gave_way, *observers])
 
     def take_preempted(self) -> list[str]:
@@ -301,7 +303,7 @@ class Mechanism(Backend[_VllmReplica]):
 
     @property
     def kv_usage(self) -> float:
-        """Fraction of all KV blocks (0 to 1) that requests hold, without requests that are about to end."""
+        """Fraction of all KV blocks (0 to 1) that requests hold, not counting requests that are about to end."""
         memory = self.replica.memory
         free = memory.free_blocks
         if self._leaving:
@@ -429,7 +431,7 @@ class Mechanism(Backend[_VllmReplica]):
             self._driver.verify(one, num_drafts)
 
     def propose(self, requests: Sequence[Request], proposals: Sequence[list[int]]) -> None:
-        """Store the draft tokens proposed for those of the requests that are decodes; no step may be in flight."""
+        """Store the draft tokens proposed for those requests that are decodes; no step may be in flight."""
         self._executor.age()
         pairs = zip(requests, proposals, strict=True)
         self._executor.newest = found = {one: tokens for one, tokens in pairs if tokens and one.is_skipped}

@@ -115,7 +115,9 @@ class Record:
         return bool(check_stop(self.request, max_model_len))
 
     def take(self, tokens: list[int], max_model_len: int) -> tuple[list[int], bool]:
-        """Append tokens to the output up to one that ends the request; return them, and True if the request ended."""
+        """Append tokens to the output up to one that ends the request; return the appended tokens, and True if the
+        request ended.
+        """
         for count, token in enumerate(tokens, 1):
             self.output.append(token)
             if self.finishes(token, max_model_len):

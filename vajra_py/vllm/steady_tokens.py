@@ -22,7 +22,7 @@ class TakenTokens(NamedTuple):
 
     Attributes:
         outputs: messages for each client, by its index.
-        accepted: numbers of accepted drafts; requests without any may be left out.
+        accepted: numbers of accepted drafts; requests without accepted drafts may be left out.
     """
 
     outputs: dict[int, list[EngineCoreOutput]]

@@ -83,7 +83,7 @@ WorkloadConfig: TypeAlias = Annotated[
 
 
 class _Stretch(NamedTuple):
-    """Mean number of requests of a part of a merged workload, and its mean duration in seconds."""
+    """Mean number of requests of a part of a merged workload, and the part's mean duration in seconds."""
 
     num_requests: float
     duration_s: float

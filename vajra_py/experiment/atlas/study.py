@@ -51,7 +51,7 @@ class Request:
     """Names of built-in workloads or paths of experiment files."""
     replications: int = REPLICATIONS
     metrics: Sequence[str] = ()
-    """Keys of the primary metrics; if empty, `PRIMARY`."""
+    """Keys of the primary metrics; if empty, the keys in `PRIMARY` are used."""
     overrides: Sequence[str] = ()
     """Overrides `a.b=c` for every workload's file."""
     out: Path = Path(OUT)

@@ -38,7 +38,8 @@ _LONGEST_GROWTH = 4.0
 _GROWTH = 1.5
 """Factor by which a seed's steps in the logarithm of the rate grow until its capacity is bracketed."""
 _MAX_LINES = 3
-"""Largest `num_cuts` for which the next rate inside a bracket is still interpolated; above it, the bracket is bisected.
+"""Largest `num_cuts` (see `_between`) for which the next rate inside a bracket is still interpolated; above it, the
+bracket is bisected.
 """
 _PEAK = 1.25
 """Ratio of two adjacent rates below which the search does not look for a maximum of a goodput between them."""

@@ -51,7 +51,9 @@ class Crossing:
     low: tuple[float, float] | None
     """(Highest rate at which the condition holds, fitted slack at this rate); None if the condition never holds."""
     high: tuple[float, float] | None
-    """(Next higher rate, fitted slack at this rate); None if the condition holds at the highest rate that was run."""
+    """(Next higher rate that was run, fitted slack at this rate); the lowest rate that was run if `low` is None. None
+    if the condition holds at the highest rate that was run.
+    """
     rises_at: float = 0.0
     """Highest rate at which the condition fails although it holds at higher rates; 0 if there is none."""
 
@@ -165,7 +167,7 @@ def condition_capacity(text: str, seeds: Sequence[SeedCapacity], *, may_go_on: b
 
 
 def _seeds_interval(seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> tuple[Interval | None, float]:
-    """Return the interval of the geometric mean and its confidence.
+    """Return the interval of the geometric mean, and the confidence of this interval.
 
     The interval is Student's t interval of the logarithms; its upper end is at most the highest seed's capacity, beyond
     which every seed fails. A search that stops once the interval is narrow stops more often when the seeds agree by
@@ -192,10 +194,9 @@ def _seeds_interval(seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> tuple[
 def typical_curve(
     by_seed: Sequence[Sequence[tuple[float, float]]], own: ConditionCapacity
 ) -> list[tuple[float, float]]:
-    """Return the (rate, slack) points of a curve that crosses zero at the condition's capacity: at each slack, the
-    capacity if the limit were shifted by that slack.
-
-    At slacks that some seeds did not reach, the distance from the capacity is the mean over the other seeds.
+    """Return the (rate, slack) points of a curve that crosses zero at the condition's capacity: the rate at each slack
+    is the capacity that would result if the limit were shifted by that slack. At slacks that some seeds did not reach,
+    the distance from the capacity is the mean over the other seeds.
     """
     zeros = [one.rate if one.side == "exact" else None for one in own.by_seed]
     known = [(sorted(runs), zero) for runs, zero in zip(by_seed, zeros, strict=True) if runs and zero is not None]

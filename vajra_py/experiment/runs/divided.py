@@ -148,7 +148,7 @@ class Division:
 
 def divide(run: SimulatedRun, config: ExperimentConfig, seeds: NotedSeeds, count: int) -> Division:
     """Assign replicas in order to `count` parts of about equal size; replicas that must stay together go to the part of
-    the middle one.
+    the middle replica among them.
     """
     replicasets = run.controller.replicasets
     firsts: dict[str, RequestView] = {}

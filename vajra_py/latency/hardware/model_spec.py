@@ -66,7 +66,7 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def num_dense_layers(self) -> int:
-        """Number of layers with a dense feed-forward part, without experts."""
+        """Number of layers whose feed-forward part is dense, that is, has no experts."""
         return self.num_layers - (self.experts.num_layers if self.experts else 0)
 
     @property
@@ -96,7 +96,7 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def always_used_expert_layer_weights(self) -> int:
-        """Number of weights of an expert layer that every token uses: router, shared experts and their gate."""
+        """Number of those weights of an expert layer that every token uses: router, shared experts and their gate."""
         if self.experts is None:
             return 0
         shared = self.mlp_matrices * self.hidden_size * self.experts.shared_intermediate_size
@@ -104,7 +104,7 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def dense_weights(self) -> int:
-        """Number of weights in all layers' matrices that every token uses, without embeddings and head."""
+        """Number of weights that every token uses in the matrices of all layers, without embeddings and head."""
         total = self.num_layers * self.attention_weights_per_layer + self.num_dense_layers * self.dense_mlp_weights
         return total + (self.experts.num_layers * self.always_used_expert_layer_weights if self.experts else 0)
 

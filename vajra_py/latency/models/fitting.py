@@ -93,7 +93,7 @@ def held_out_errors(measured: Sequence[Measured], order: Sequence[int]) -> dict[
 
 
 def is_steps_table(path: str) -> bool:
-    """Return True for the name of a table of measured steps, False for that of a profile."""
+    """Return True for the name of a table of measured steps, False for the name of a profile."""
     return path.endswith((".csv", ".csv.gz", ".npz", ".parquet"))
 
 

@@ -72,7 +72,9 @@ class StepFit:
         return self._fixed_s(features) + self.curves["decode_context_tokens"].at(float(features.decode_context_tokens))
 
     def decode_times_s(self, num_decodes: int, contexts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the seconds of steps of `num_decodes` decodes, for each sum of their contexts."""
+        """Return the seconds of a step of `num_decodes` decodes for each element of `contexts`, which is a sum of the
+        decodes' contexts.
+        """
         fixed = self._fixed_s(BatchFeatures(num_decodes=num_decodes))
         return fixed + self.curves["decode_context_tokens"].at_each(contexts)
 

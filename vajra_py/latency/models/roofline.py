@@ -66,7 +66,7 @@ class LayerCoefficients(Struct, frozen=True):
 
 
 class StepCoefficients(Struct, frozen=True):
-    """Seconds per unit of work outside the layers, and of decode attention."""
+    """Seconds per unit of work, for the work outside the layers and for decode attention."""
 
     decode_key_s: float
     """Time of decode attention per key, summed over the layers with full attention: the larger of the times of memory
@@ -116,8 +116,9 @@ class RooflineModel:
         self._rows: dict[int, float] = {}
         """Cache of the time of head plus overhead, by number of rows of logits."""
         self._decode_parts: dict[int, tuple[float, float]] = {}
-        """Cache for steps of decodes only, by number of decodes: time of layers without attention, and time outside the
-        layers."""
+        """Cache for steps of decodes only, by number of decodes: (time of the layers except attention, time outside the
+        layers).
+        """
         self._first_share = self.deployment.num_first_layers / model.num_layers
         self._last_share = self.deployment.num_last_layers / model.num_layers
 
@@ -161,7 +162,7 @@ class RooflineModel:
         """Return the seconds of each of `num_steps` steps of `num_decodes` decodes.
 
         Their contexts sum to `first_context_tokens` in the first step, and each grows by one token per step. The result
-        equals, bit for bit, that of calling `batch_time_s` step by step.
+        equals, bit for bit, the results of calling `batch_time_s` for each step.
         """
         if not num_decodes:
             return np.full(num_steps, self.batch_time_s(BatchFeatures()))
@@ -229,7 +230,7 @@ class RooflineModel:
         }
 
     def _layers_s(self, features: BatchFeatures, num_tokens: int) -> float:
-        """Return the seconds of all layers without decode attention."""
+        """Return the seconds of all layers, except those of decode attention."""
         time = self._products.get(num_tokens)
         if time is None:
             time = self._products[num_tokens] = self._products_s(num_tokens)

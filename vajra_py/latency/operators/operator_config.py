@@ -86,7 +86,7 @@ class AiconfiguratorConfig(MeasuredOperatorsConfig):
 
     @property
     def device_name(self) -> str:
-        """Name that the shipped device of this system has, if there is one."""
+        """Name under which the device of this system would be shipped; there may be no such device."""
         return DEVICES.get(self.system, self.system.replace("_", "-"))
 
     def _precision(self) -> Precision:

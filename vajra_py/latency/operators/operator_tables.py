@@ -42,7 +42,7 @@ class SystemFigures:
 
 
 def tables_folder(given: str | None) -> Path:
-    """Return the folder with `data/`: `given`, else that of the installed package.
+    """Return the folder with `data/`: `given`, else the folder of the installed package.
 
     Raises:
         ConfigError: there is no such folder.
@@ -269,7 +269,7 @@ class GemmTimes:
 
 
 def fastest(sizes: Array, times_ms: Array) -> tuple[Array, Array]:
-    """Return the sizes, and the time of the fastest kernel at each, in microseconds."""
+    """Return (sizes, microseconds of the fastest kernel at each size)."""
     knots, places = np.unique(sizes, return_inverse=True)
     best = np.full(len(knots), np.inf)
     np.minimum.at(best, places, 1e3 * times_ms)

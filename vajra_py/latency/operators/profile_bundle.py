@@ -180,7 +180,7 @@ class ProfileBundleModel:
         return self.options.host
 
     def batch_time_s(self, features: BatchFeatures) -> float:
-        """Return the seconds of the step; without tokens, those of copying the swapped bytes.
+        """Return the seconds of the step; without tokens, the seconds of copying the swapped bytes.
 
         Raises:
             ExecutorError: a size is beyond the reach of the tables, and there is no fallback.
@@ -367,7 +367,9 @@ class ProfileBundleModel:
         return parts
 
     def _chunk_us(self, chunk: float, context: float, decodes: int, mean: float) -> tuple[float, float]:
-        """Return the microseconds of one layer's attention: for the chunk alone, and for the chunk with the decodes."""
+        """Return the microseconds of one layer's attention: (for the chunk alone, for the chunk together with the
+        decodes).
+        """
         # A chunk longer than all measured ones counts as several equal chunks, each with the earlier ones as context.
         number = max(1, -(-int(chunk) // int(self._longest_chunk)))
         part, middle = chunk / number, context + (chunk - chunk / number) / 2.0
@@ -377,7 +379,7 @@ class ProfileBundleModel:
         return number * one, (number - 1) * one + self._attention.mixed(decodes).at(part, middle, mean)
 
     def _token_parts(self, rank_tokens: int, all_tokens: int) -> dict[str, float]:
-        """Return the seconds of dense layers, experts and collectives (other than that of the logits), by part.
+        """Return the seconds of dense layers, experts and collectives (except the gather of the logits), by part.
 
         `rank_tokens` is the number of tokens on the fullest rank, `all_tokens` that on all ranks.
         """

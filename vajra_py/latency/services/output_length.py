@@ -206,7 +206,7 @@ def refuse_oracle(kind: str, where: str) -> None:
 
 
 def seed_from(random_stream: Callable[[str], object]) -> int:
-    """Return the seed of the noisy oracle, drawn from its own random stream of the run."""
+    """Return the seed of the noisy oracle, drawn from the oracle's own random stream."""
     stream = random_stream("output_length.noisy_oracle")
     return int(stream.integers(0, 2**62))  # type: ignore[attr-defined]
 

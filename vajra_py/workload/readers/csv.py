@@ -153,8 +153,8 @@ def read_lengths(
 ) -> Workload:
     """Read a file of prompt and output lengths under any of the usual column names, with or without arrivals.
 
-    A column of tenants is read too, and one of chained prefix block ids (`prefix_block_ids_16` holds the ids of the
-    prompt's full 16-token blocks).
+    A column of tenants is read too, and so is a column of chained prefix block ids (`prefix_block_ids_16` holds the ids
+    of the prompt's full 16-token blocks).
 
     Args:
         file: CSV file with a header.
