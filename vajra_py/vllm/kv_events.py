@@ -144,7 +144,9 @@ class KvEvents:
     function: HashFunction = field(repr=False)
 
     def hashes_for(self, request: VllmRequest, salt: str) -> Callable[..., VllmBlockHashes]:
-        """Return the constructor of a request's block hashes; `salt` is the request's own, without its adapter's."""
+        """Return the constructor of a request's block hashes; `salt` is the request's own salt, without the salt of its
+        adapter.
+        """
         return partial(VllmBlockHashes, self.function, request, salt)
 
     def follow(self, memory: KvMemory) -> None:

@@ -75,7 +75,7 @@ class _Held:
         self.num_loaded = 0
         """While the request waits: number of tokens, after the cached ones, that a connector will load."""
         self.found: tuple[Any, int, int] | None = None
-        """Result of vLLM's `get_computed_blocks`, its prefix hit; None if it was not looked up."""
+        """Result of vLLM's `get_computed_blocks` (the request's prefix hit); None if there was no lookup."""
         self.found_at: tuple[int, int] = (-1, -1)
         """Version of the memory and length of the request at the time of that lookup."""
 
@@ -377,7 +377,8 @@ class ManagedKv(WithoutKvExtras):
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        If the tokens take several steps, blocks that windows free after earlier steps serve later ones, and count once.
+        If the tokens take several steps, blocks that windows free after earlier steps serve later steps, and count
+        once.
         """
         held = self._held[request]
         done = self.cached_tokens(request) + held.num_loaded or held.request.num_computed_tokens

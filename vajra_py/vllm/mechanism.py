@@ -607,8 +607,8 @@ def make_mechanism(
 ) -> Mechanism:
     """Build the mechanism from settings that contain every size.
 
-    `make_memory` builds the KV memory; None for this project's own. Raises `ConfigError` for more than one replica, a
-    scaler, pools, an admission policy or an oracle of output lengths, and errors of building policies.
+    `make_memory` builds the KV memory; None for this project's own memory. Raises `ConfigError` for more than one
+    replica, a scaler, pools, an admission policy or an oracle of output lengths, and errors of building policies.
     """
     replicasets = config.effective_replicasets
     problems = check_scaling("vllm", replicasets) + check_pools("vllm", replicasets)

@@ -44,9 +44,9 @@ bracket is bisected.
 _PEAK = 1.25
 """Ratio of two adjacent rates below which the search does not look for a maximum of a goodput between them."""
 _MOST_PROBES = 40
-"""Maximum number of rates per seed; it ends a search whose slack does not depend on the rate."""
+"""Maximum number of rates per seed; this limit ends a search whose slack does not depend on the rate."""
 _FLATTEST = -0.5
-"""Flattest slope of the slack over the logarithm of the rate; it replaces flatter ones."""
+"""Flattest slope of the slack over the logarithm of the rate; it replaces flatter estimates."""
 _BEYOND = 1.5
 """Multiple of the estimated capacity. A condition that holds at this rate under all seeds cannot be the deciding one,
 so its search ends.

@@ -59,8 +59,8 @@ class Crossing:
 
     @property
     def rate(self) -> float:
-        """Rate at which the line through `low` and `high`, over the logarithm of the rate, crosses zero; with only one
-        of these points, its rate.
+        """Rate at which the line through `low` and `high`, over the logarithm of the rate, crosses zero; if there is
+        only one of these points, the rate of this point.
         """
         if self.low is None or self.high is None:
             end = self.high if self.low is None else self.low

@@ -27,7 +27,8 @@ from vajra_py.metrics.runs.run_data import RunData
 
 Floats = npt.NDArray[np.float64]
 Progress = Callable[[int, float], None]
-"""Called after each round of a fit with (simulations so far, sum of squared residuals with less weight on large ones).
+"""Called after each round of a fit with (simulations so far, sum of squared residuals with less weight on large
+residuals).
 """
 
 FEWEST_REQUESTS = 20
@@ -172,7 +173,7 @@ class _Trials:
         self._folder.cleanup()
 
     def fitted(self) -> Floats:
-        """Return the values of the figures that minimise the squared residuals, with less weight on large ones."""
+        """Return the values of the figures that minimise the squared residuals, with less weight on large residuals."""
         values = self.priors
         for _ in range(ROUNDS):
             values = self._solved(values)

@@ -53,7 +53,7 @@ class EngineSettings:
     memory_fraction: float | None = None
     """Fraction of the GPU's memory that the engine may use; None if unknown."""
     kv_dtype: str | None = None
-    """Data type of the KV cache; None if it is the model's."""
+    """Data type of the KV cache; None if it is the model's data type."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,7 +250,7 @@ class _RecordedExecutor(SimulatedExecutor):
         self.replicasets: Mapping[str, Replicaset] = {}
         """Replicasets of the replay, once they are built."""
         self.connector: ReplayedConnector | None = None
-        """Connector of the single replica, once it is built; None if it has none."""
+        """Connector of the single replica, once it is built; None if the replica has none."""
 
     def known_output_tokens(self, request: Request) -> int | None:
         """Return a request's number of output tokens: as recorded if the request completed, one more than recorded if

@@ -1,4 +1,4 @@
-"""Peak speeds of devices, and the fractions of them that kernels reach.
+"""Peak speeds of devices, and the fractions of these speeds that kernels reach.
 
 Each file `hardware/*.json` describes a device, with a source for every value. A user describes a device by the same
 fields without sources: all of them, or changes to a shipped device (`base`). Peaks are those of dense matrices (no

@@ -115,8 +115,8 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def head_weights(self) -> int:
-        """Number of weights of the output layer, which maps a hidden state to logits; it may share them with the
-        embedding table.
+        """Number of weights of the output layer, which maps a hidden state to logits; the layer may share these weights
+        with the embedding table.
         """
         return self.vocab_size * self.hidden_size
 

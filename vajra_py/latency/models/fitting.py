@@ -57,7 +57,7 @@ class Measured:
 
 
 def fit_steps(measured: Sequence[Measured]) -> StepFit:
-    """Return the best fit. Raises `ValueError` without measurements."""
+    """Return the best fit to these steps. Raises `ValueError` if there are none."""
     if not measured:
         raise ValueError("fit: there are no measurements")
     features = {

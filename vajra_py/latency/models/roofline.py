@@ -289,7 +289,7 @@ class RooflineModel:
         return sqrt(memory * memory + flops * flops)
 
     def _outside_s(self, features: BatchFeatures, num_tokens: int) -> float:
-        """Return the seconds of head, transfers between stages, overhead and swapping."""
+        """Return the total seconds of head, transfers between stages, overhead and swapping."""
         num_rows = features.num_decodes + features.num_prefills + features.num_draft_tokens
         time = self._rows.get(num_rows)
         if time is None:

@@ -20,7 +20,7 @@ TILE = 16
 
 
 class DenseTimes:
-    """Times of the dense layers of one step; `num_mlp_layers` of the layers have no experts (None: all)."""
+    """Times of the dense layers of one step; `num_mlp_layers` of the layers have no experts (None: all layers)."""
 
     def __init__(self, operators: Mapping[str, Samples], num_layers: int, num_mlp_layers: int | None = None) -> None:
         products = {name: one for name, one in operators.items() if name in MATRIX_PRODUCTS}

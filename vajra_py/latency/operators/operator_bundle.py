@@ -186,7 +186,7 @@ def _behind(lengths: Array, causal: Array, chunk: float, context: float, one_dec
 
 
 def _causal_us(lengths: Array, causal: Array, tokens: float) -> float:
-    """Return the microseconds of a causal prefill without context; above the measured lengths, they grow with the
+    """Return the microseconds of a causal prefill without context; above the measured lengths, the time grows with the
     square of the length.
     """
     if tokens > lengths[-1]:

@@ -80,7 +80,7 @@ class _DecodeBatch:
 
     fixed_s: float
     least_s: float
-    """Lower bound of the step's time: the host's time if it overlaps the GPU's, else 0."""
+    """Lower bound of the step's time: the host's time if it overlaps with the GPU's time, else 0."""
     per_us_s: float
     """Seconds of the step per microsecond of one layer's attention."""
     row: DecodeRow
@@ -129,7 +129,7 @@ class ProfileBundleModel:
         self.bundle = bundle
         self.model = model
         self.num_fallback = 0
-        """Number of predictions by the fallback; results do not depend on it."""
+        """Number of predictions made by the fallback model; results do not depend on this count."""
         self.options = options
         self.device = device
         self._scale = {name: options.scales.get(name, 1.0) for name in SCALES}
