@@ -105,8 +105,8 @@ class VllmWorkers:
     def num_blocks_in(self, memory_fraction: float) -> int:
         """Return the number of KV blocks that fit into this fraction of device memory.
 
-        On GPUs, `memory_fraction` is ignored: that of the options, with which vLLM was configured, applies. Raises
-        `ConfigError` if the blocks cannot hold a single sequence of the maximum length.
+        On GPUs, `memory_fraction` is ignored: the fraction in the options, with which vLLM was configured, applies.
+        Raises `ConfigError` if the blocks cannot hold a single sequence of the maximum length.
         """
         if self.is_cpu:
             num_bytes = int(free_host_bytes() * memory_fraction) // self._options.shards

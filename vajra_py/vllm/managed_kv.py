@@ -297,9 +297,7 @@ class ManagedKv(WithoutKvExtras):
         return int(self._coordinator.find_longest_cache_hit(named, longest)[1])
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Return the number of tokens that would be a prefix hit on admission now; at least one token is left to
-        compute.
-        """
+        """Return the size in tokens of the prefix hit on admission now; at least one token is left to compute."""
         return 0 if any(self.tables(request)) else self._found(request)[1]
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
@@ -377,8 +375,7 @@ class ManagedKv(WithoutKvExtras):
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        If the tokens take several steps, blocks that windows free after earlier steps serve later steps, and count
-        once.
+        If the tokens take several steps, blocks that windows free after a step serve later steps, and count once.
         """
         held = self._held[request]
         done = self.cached_tokens(request) + held.num_loaded or held.request.num_computed_tokens

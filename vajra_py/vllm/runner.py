@@ -62,7 +62,7 @@ class _Row:
 
     Attributes:
         keeps: True if a single request at the workers stands for this one from its first chunk to its end.
-        tokens: its token ids as far as they are known here; with `keeps`, its prompt and its output when it got the slot.
+        tokens: its token ids as far as they are known here; with `keeps`, its prompt and the output that it had when it got the slot.
         blocks: its block table.
         name: its name at the workers; empty if they do not have it.
         num_sent: number of leading entries of its block table that were sent.
