@@ -101,7 +101,7 @@ class Connector:
         """Stage (in vLLM's terms) of each request with an asynchronous load; None if statistics are off."""
         self._hits = PrefixCacheStats() if log_stats else None
         self._figures: Any = None
-        """Statistics of the connector and its workers as of the last step; None if that step returned no statistics."""
+        """Statistics of the connector and its workers as of the last step; None if neither has any."""
         self._error: Exception | None = None
 
     # Requests

@@ -75,7 +75,8 @@ class SteadyTokens:
     def take(self, names: list[str], sampled: Sequence[list[int]]) -> TakenTokens | None:
         """Append a step's tokens to the outputs; messages contain token ids only.
 
-        Returns None and appends nothing if a request must be checked individually.
+        Returns None and appends nothing if the requests are not those of the step before, or if one must be checked
+        individually.
         """
         if names != self._names:
             self._names, self._batch, self._is_new = list(names), None, True

@@ -63,7 +63,7 @@ class SeriesError:
 
     @property
     def relative(self) -> float:
-        """Relative error; 0 if both series are zero throughout."""
+        """Relative error; 0 if both series are zero throughout, infinite if only the measured mean is zero."""
         mean = float(self.measured.mean())
         difference = float(np.abs(self.measured - self.simulated).mean())
         return difference / mean if mean else (0.0 if not difference else float("inf"))

@@ -32,9 +32,9 @@ class Calibration:
     fitted_on: str
     """Description of the measurements that the values were fitted to."""
     errors: Mapping[str, float] = field(default_factory=dict)
-    """Relative error of each metric's mean over held-out requests."""
+    """Relative error (with sign) of each metric's mean over held-out requests."""
     residuals: Mapping[str, float] = field(default_factory=dict)
-    """Quantiles of the relative residuals of the fitted requests."""
+    """Quantiles of the relative residuals of the fitted requests, by metric and percentile (such as `tpot_p10`)."""
 
     def check_fits(self, bundle: Bundle) -> None:
         """Check that the bundle has the model, GPU and tensor-parallel degree of the calibration.
