@@ -176,8 +176,8 @@ def capacity(
     policies: Sequence[AnyPolicySpec] = (),
     on: str = "local",
 ) -> list[CapacityAnswer]:
-    """Run the experiment's `capacity:` search for every setting of its sweep; return the results in this order, each
-    with `.answer`, `.curve` and `.sentence`.
+    """Run the experiment's `capacity:` search for every setting of its sweep; return an answer per setting, in the
+    sweep's order, each with `.answer`, `.curve` and `.sentence`.
 
     Existing runs are read instead of repeated. Workers, `policies` and `on` are as for `sweep`. Raises `ConfigError` if
     the experiment has no valid `capacity:` section.
@@ -203,7 +203,7 @@ def compare(runs: Sequence[RunData], metrics: Sequence[str] = ()) -> Comparison:
     `.to_json()` return text.
 
     `metrics` names the primary metrics, whose differences are tested together; by default P99 TTFT, P99 TBT and SLO
-    attainment. Raises `RunError` for an unknown name.
+    attainment. Raises `RunError` for an unknown metric.
     """
     return compare_runs(runs, metrics=metrics)
 

@@ -208,8 +208,8 @@ class PolicyError(VajraError):
         request_id: str | int | None = None,
         step: int | None = None,
     ) -> PolicyError:
-        """Return the error for an exception that escaped from a policy; raise it `from` that exception. `message`
-        replaces the exception's own text.
+        """Return the error for an exception that escaped from a policy; the caller raises the error `from` that
+        exception. `message` replaces the exception's own text.
 
         Re-raises the exception if it came from a signal (see `check_is_own_fault`).
         """
@@ -221,13 +221,13 @@ class PolicyError(VajraError):
         return cls(policy, message, request_id=request_id, step=step, place=_place_in_policy(error.__traceback__))
 
     def at(self, replica_id: int, step: int) -> PolicyError:
-        """Set the replica and step of the error, unless it has a step already, and return it."""
+        """Set the replica and step of the error, unless its step is set already; return the error."""
         if self.step is None:
             self.replica_id, self.step = replica_id, step
         return self
 
     def at_time(self, time_s: float) -> PolicyError:
-        """Set the time of the error, unless it has a step or a time already, and return it."""
+        """Set the time of the error, unless its step or time is set already; return the error."""
         if self.step is None and self.time_s is None:
             self.time_s = time_s
         return self

@@ -24,7 +24,7 @@ def latency_models(
     """Return the latency model of each replicaset; empty for a real engine.
 
     Keys are the names of the replicasets and, for pools with a latency model of their own, `model_key`. Replicasets
-    without a model of their own have the `shared` one; if it is None, it is built from the backend's settings.
+    without a model of their own have the `shared` one; if that is None, a model built from the backend's settings.
     """
     if config.backend.kind != "simulator":
         return {}

@@ -44,7 +44,7 @@ class SettingsModel(BaseModel):
 
 
 def resolved_path(path: str, info: ValidationInfo) -> str:
-    """Return `path` resolved against the context's `base_folder` if that file or folder exists, else unchanged."""
+    """Return `path` below the context's `base_folder` if such a file or folder exists, else `path` unchanged."""
     folder = info.context.get("base_folder") if isinstance(info.context, dict) else None
     if folder is not None and not Path(path).is_absolute():
         candidate = Path(folder) / path
@@ -126,7 +126,7 @@ class RooflineConfig(SettingsModel):
         """Return the model on its devices, which determines the memory for KV.
 
         Raises:
-            ConfigError: the model cannot be divided that way.
+            ConfigError: the model cannot be divided over the configured devices.
         """
         split = Parallelism(self.tensor_parallel, self.pipeline_parallel, self.kv_parallel)
         return Deployment(self.model_spec(), self.device_spec(), split)
@@ -281,7 +281,7 @@ class QuantileLengthsConfig(SettingsModel):
 
 
 class HistoryLengthsConfig(SettingsModel):
-    """`history`: lengths are like those of the last requests that ended."""
+    """`history`: lengths are like those of the requests that ended most recently."""
 
     window: Annotated[int, Field(ge=1)] = Field(5, description="Number of most recent requests that count.")
     by_tenant: bool = Field(True, description="Count only requests of the same tenant.")

@@ -23,8 +23,8 @@ class PredictsDecodeRuns(Protocol):
         """Return the seconds of each of `num_steps` steps of `num_decodes` decodes.
 
         Contexts sum to `first_context_tokens` in the first step, and each grows by 1 per step. The result must equal,
-        bit for bit, that of `batch_time_s` called step by step, so that a simulation does not depend on which of these
-        methods the simulator calls.
+        bit for bit, the results of calling `batch_time_s` for each step, so that a simulation does not depend on which
+        of these methods the simulator calls.
         """
 
 
@@ -42,7 +42,7 @@ class HasHostOverhead(Protocol):
 
     @property
     def host(self) -> HostOverhead:
-        """Overhead of the host per step and per request; predictions of steps already include that per step."""
+        """Overhead of the host per step and per request; predictions of steps already include the part per step."""
 
 
 @runtime_checkable

@@ -16,8 +16,9 @@ class StepTimes(Struct, frozen=True):
     kind: Origin
     source: str
     errors: Mapping[str, float] = field(default_factory=dict)
-    """Known relative errors of means, by metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`); empty if never compared with an
-    engine."""
+    """Absolute values of the known relative errors of means, by metric (`ttft_s`, `tpot_s`, `e2e_s`, `step`); empty if
+    never compared with an engine.
+    """
     num_fallback: int = 0
     """Number of predictions by the roofline for steps beyond the measurements, including predictions for policies."""
     filled_fraction: float = 0.0
@@ -50,7 +51,8 @@ REAL = StepTimes("real", "computed by the engine")
 
 def combined_step_times(models: Mapping[str, LatencyModel]) -> StepTimes:
     """Return the origin for a run whose replicasets have these latency models (several may share one): the least
-    trusted kind, all sources, and the largest error of each metric whose error is known for every model.
+    trusted kind, all sources, the largest error of each metric whose error is known for every model, the total number
+    of fallback predictions, and the largest filled fraction.
     """
     by_replicaset = {name: step_times_of(one) for name, one in models.items()}
     by_model = {id(one): by_replicaset[name] for name, one in models.items()}

@@ -49,7 +49,7 @@ class WithoutKvExtras:
         return ()
 
     def use_clock(self, clock: Callable[[], float]) -> None:
-        """Ignore the time: nothing expires."""
+        """Ignore the clock: nothing expires."""
 
     def now(self) -> float:
         """Return 0: this memory uses no times."""
@@ -98,7 +98,7 @@ class WithoutKvExtras:
         return (0,)
 
     def group_context(self, request: KvRequest, num_done_tokens: int) -> Sequence[int]:
-        """Return all tokens for the one KV-parallel group."""
+        """Return `num_done_tokens`: the one KV-parallel group holds the KV of all tokens."""
         return (num_done_tokens,)
 
     def max_chunk(self, request: KvRequest, num_done_tokens: int, num_remaining_tokens: int) -> int:

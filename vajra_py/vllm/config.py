@@ -36,7 +36,9 @@ SAID_ELSEWHERE: Mapping[str, str] = {
     "seed": "Use weights_seed",
     "tensor_parallel_size": "Use tensor_parallel",
 }
-"""Arguments that `engine_args` may not contain because this backend sets them, each with advice for the error."""
+"""Arguments that `engine_args` may not contain because this backend sets them, each with the advice for the error
+message.
+"""
 
 CPU_BLOCK_TOKENS = 32
 

@@ -101,7 +101,7 @@ class Connector:
         """Stage (in vLLM's terms) of each request with an asynchronous load; None if statistics are off."""
         self._hits = PrefixCacheStats() if log_stats else None
         self._figures: Any = None
-        """Statistics of the connector and its workers as of the last step; None if that step gave none."""
+        """Statistics of the connector and its workers as of the last step; None if neither has any."""
         self._error: Exception | None = None
 
     # Requests
@@ -374,8 +374,8 @@ class Connector:
             self._figures = own if self._figures is None else self._figures.aggregate(own)
 
     def _late_report(self, late: LateEnds, report: KvReport) -> KvReport:
-        """Return the report with the number of returned steps (0 if the step was empty, else 1); its `sent` lists the
-        requests that no longer need their blocks.
+        """Return the report with the number of returned steps (0 if the step was empty, else 1), and with `sent`
+        replaced by the requests that no longer need their blocks.
         """
         for request in report.sent:
             late.sent(request)
@@ -408,7 +408,9 @@ class Connector:
     # Faults of policies
 
     def relieve(self) -> None:
-        """Keep requests alive for the connector if a policy breaks the contract, since fallback policies take over."""
+        """Do not notify the connector of requests that the mechanism ends because a policy violated the contract:
+        fallback policies continue them.
+        """
         self._relieves = True
 
     @property

@@ -52,7 +52,9 @@ class Endings:
         return None
 
     def note_finished(self, client_index: int, name: str) -> None:
-        """Record that this request has ended; the next message to its client lists it, so that tracking can stop."""
+        """Record that this request has ended. The next message to its client lists the request, so that the client
+        stops tracking it.
+        """
         if self._finished is not None:
             self._finished.setdefault(client_index, set()).add(name)
 
@@ -79,8 +81,8 @@ class Endings:
 
 
 class RefusedStreams:
-    """Requests with streamed input, which is unsupported: one chunk is refused, and further ones are ignored until the
-    refusal is reported; the next one is refused again.
+    """Requests with streamed input, which is unsupported: a chunk is refused, and the stream's further chunks are
+    ignored until the refusal is reported; the next chunk after that is refused again.
     """
 
     def __init__(self) -> None:

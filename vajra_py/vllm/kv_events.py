@@ -83,7 +83,7 @@ class VllmBlockHashes(TokenBlockHashes):
         return tuple(keys) or None
 
     def stored(self, hashes: Sequence[Hashable]) -> BlockStored:
-        """Return the event for storing these consecutive blocks, equal to that of vLLM's block pool."""
+        """Return the event for storing these consecutive blocks, equal to the event of vLLM's block pool."""
         first, size = self._index_of[hashes[0]], self._block_size
         stop = first + len(hashes)
         keys = [tuple(key[1] for key in self._extra_keys(index) or ()) or None for index in range(first, stop)]
@@ -103,7 +103,9 @@ class VllmBlockHashes(TokenBlockHashes):
 
 
 class KvFeed(ContentEvents):
-    """Collects the events of the prefix cache; as in vLLM, blocks whose content another block holds have events too."""
+    """Collects the events of the prefix cache; as in vLLM, a block with the same content as another one causes events
+    too.
+    """
 
     def __init__(self, kind: str) -> None:
         """Create an empty feed; `kind` is vLLM's name for the kind of KV blocks."""
@@ -142,7 +144,9 @@ class KvEvents:
     function: HashFunction = field(repr=False)
 
     def hashes_for(self, request: VllmRequest, salt: str) -> Callable[..., VllmBlockHashes]:
-        """Return the constructor of a request's block hashes; `salt` is the request's own, without its adapter's."""
+        """Return the constructor of a request's block hashes; `salt` is the request's own salt, without the salt of its
+        adapter.
+        """
         return partial(VllmBlockHashes, self.function, request, salt)
 
     def follow(self, memory: KvMemory) -> None:

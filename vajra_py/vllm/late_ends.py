@@ -31,7 +31,9 @@ class LateEnds:
         """Requests of `_kept` of whose end the connector has not been notified."""
 
     def note_end(self, name: str, *, wants: bool) -> None:
-        """Record that the connector was notified of an end; `wants` is True if it keeps the blocks."""
+        """Record that the connector was notified of an end; `wants` is True if the connector keeps the request's
+        blocks.
+        """
         request = self._unreported.pop(name, None)
         if request is None:
             self._answers[name] = wants

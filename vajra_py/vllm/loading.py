@@ -105,8 +105,8 @@ class VllmWorkers:
     def num_blocks_in(self, memory_fraction: float) -> int:
         """Return the number of KV blocks that fit into this fraction of device memory.
 
-        On GPUs, `memory_fraction` is ignored: that of the options, with which vLLM was configured, applies. Raises
-        `ConfigError` if the blocks cannot hold a single sequence of the maximum length.
+        On GPUs, `memory_fraction` is ignored: the fraction in the options, with which vLLM was configured, applies.
+        Raises `ConfigError` if the blocks cannot hold a single sequence of the maximum length.
         """
         if self.is_cpu:
             num_bytes = int(free_host_bytes() * memory_fraction) // self._options.shards
@@ -133,8 +133,8 @@ class VllmWorkers:
     def allocate(self, num_blocks: int) -> None:
         """Allocate the KV memory, and warm up.
 
-        Raises `ConfigError` for a model with other than one block table of full attention, and `ExecutorError` if the
-        blocks cannot be allocated.
+        Raises `ConfigError` for a model that does not have a single block table of full attention, and `ExecutorError`
+        if the blocks cannot be allocated.
         """
         from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
@@ -229,7 +229,7 @@ def _check_names(given: Mapping[str, Any], arguments: Any) -> None:
 
 
 def _size_of(model: Any) -> tuple[int, int]:
-    """Return the number of elements and of bytes of a model's weights."""
+    """Return (number of elements, number of bytes) of a model's weights."""
     weights = list(model.parameters())
     return sum(one.numel() for one in weights), sum(one.numel() * one.element_size() for one in weights)
 

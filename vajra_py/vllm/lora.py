@@ -11,7 +11,9 @@ from vajra_py.vllm.mechanism import adapter_salt
 
 
 class AdapterNames:
-    """Assigns each adapter a name for policies: vLLM's name, with the number appended if another adapter has it."""
+    """Assigns each adapter a name for policies: vLLM's name, with the adapter's number appended if an earlier adapter
+    has the same name.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -25,7 +27,9 @@ class AdapterNames:
 
 
 def salt_of(lora: Any, salt: str) -> str:
-    """Return `salt` extended by the adapter, for block hashes; adapters of equal name and path share it, as in vLLM."""
+    """Return `salt` extended by the adapter, for block hashes; adapters with equal name and path get the same salt, as
+    in vLLM.
+    """
     return salt if lora is None else adapter_salt(salt, f"{lora.lora_name}\n{lora.lora_path}")
 
 

@@ -73,9 +73,9 @@ class _Held:
         self.num_tokens = request.num_known_tokens
         self.shared_prefix_boundary = 0
         self.num_loaded = 0
-        """Number of tokens after the cached ones that a connector will load, while the request waits."""
+        """While the request waits: number of tokens, after the cached ones, that a connector will load."""
         self.found: tuple[Any, int, int] | None = None
-        """Result of vLLM's `get_computed_blocks`, its prefix hit; None if it was not looked up."""
+        """Result of vLLM's `get_computed_blocks` (the request's prefix hit); None if there was no lookup."""
         self.found_at: tuple[int, int] = (-1, -1)
         """Version of the memory and length of the request at the time of that lookup."""
 
@@ -207,7 +207,7 @@ class ManagedKv(WithoutKvExtras):
         return request in self._held
 
     def forget(self, request: KvRequest) -> None:
-        """Unregister a request; it must hold nothing."""
+        """Unregister a request, which must hold no blocks."""
         if any(self.tables(request)):
             raise ValueError(f"ManagedKv.forget: it still holds blocks ({request!r}). Free them first.")
         del self._held[request]
@@ -297,7 +297,7 @@ class ManagedKv(WithoutKvExtras):
         return int(self._coordinator.find_longest_cache_hit(named, longest)[1])
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Return the number of tokens that would be a prefix hit on admission now; at least one is left to compute."""
+        """Return the size in tokens of the prefix hit on admission now; at least one token is left to compute."""
         return 0 if any(self.tables(request)) else self._found(request)[1]
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
@@ -375,7 +375,7 @@ class ManagedKv(WithoutKvExtras):
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        If the tokens take several steps, blocks that windows free after earlier steps serve later ones, and count once.
+        If the tokens take several steps, blocks that windows free after a step serve later steps, and count once.
         """
         held = self._held[request]
         done = self.cached_tokens(request) + held.num_loaded or held.request.num_computed_tokens
@@ -395,7 +395,7 @@ class ManagedKv(WithoutKvExtras):
         self._held[request].num_loaded = num_tokens - is_all
 
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
-        """Return whether `allocate` (for a resident request `grow`) would succeed now.
+        """Return whether `allocate`, or `grow` for a resident request, would succeed now.
 
         A resident request's blocks before its windows are freed first, as `grow` does.
         """
@@ -477,7 +477,7 @@ class ManagedKv(WithoutKvExtras):
         self._version += 1
 
     def take_cleared(self) -> list[int]:
-        """Return the numbers of the blocks that the workers must zero, of those allocated since the last call."""
+        """Return the numbers of the blocks allocated since the last call that the workers must zero."""
         return cast("list[int]", self.manager.take_new_block_ids())
 
     # Consistency

@@ -104,8 +104,8 @@ class Submission:
     Attributes:
         prompt_token_ids: token ids from which block hashes are computed; None: the request is not in the prefix cache.
         hash_blocks: constructor of the hashes, with the arguments of `TokenBlockHashes`.
-        reads_cache: True if it may hit the prefix cache; its blocks are entered there in either case.
-        on_ended: called at its end, for any reason.
+        reads_cache: True if the request may hit the prefix cache; its blocks are entered there in either case.
+        on_ended: called when the request ends, for any reason.
         output: output tokens known so far, including those from before a resubmission.
         num_kept: number of output tokens at the time of submission.
         request: the mechanism's request, once created.
@@ -206,7 +206,7 @@ class _VllmReplica(BackendReplica):
     stopped: set[Request] = field(default_factory=set)
     """Requests whose last token is known; they end with the step in flight."""
     accepted: dict[Request, int] = field(default_factory=dict)
-    """Number of accepted drafts of the step in flight, for requests with any."""
+    """Number of accepted drafts of each request in the step in flight; only for requests with accepted drafts."""
     is_known: bool = False
     """True if the tokens of the step in flight are known."""
 
@@ -256,7 +256,7 @@ class Mechanism(Backend[_VllmReplica]):
         self._ahead: StepPlan | None = None
         """The last step, if it has ended and its accepted drafts are not known yet; None otherwise."""
         self._leaving: set[Request] = set()
-        """Requests that hold KV blocks until they end, with the open turn or with the step in flight."""
+        """Requests that end with the open turn or with the step in flight, and hold KV blocks until then."""
         self._connected: ConnectedKv | None = None
         self.watch(())
 
@@ -274,7 +274,9 @@ class Mechanism(Backend[_VllmReplica]):
         self._executor.is_unseen = self.replica.limits.max_draft_tokens > 0
 
     def watch(self, observers: Sequence[Observer]) -> None:
-        """Notify these observers of all events, in place of those of an earlier call. Call before the first request."""
+        """Notify these observers of all events, in place of the observers of an earlier call. Call before the first
+        request.
+        """
         self.controller.watch([self._gave_way, *observers])
 
     def take_preempted(self) -> list[str]:
@@ -301,7 +303,7 @@ class Mechanism(Backend[_VllmReplica]):
 
     @property
     def kv_usage(self) -> float:
-        """Fraction of the KV blocks that requests hold (0 to 1), except those that are about to end."""
+        """Fraction of all KV blocks (0 to 1) that requests hold, not counting requests that are about to end."""
         memory = self.replica.memory
         free = memory.free_blocks
         if self._leaving:
@@ -429,7 +431,7 @@ class Mechanism(Backend[_VllmReplica]):
             self._driver.verify(one, num_drafts)
 
     def propose(self, requests: Sequence[Request], proposals: Sequence[list[int]]) -> None:
-        """Store the draft tokens proposed for those of the requests that are decodes; no step may be in flight."""
+        """Store the draft tokens proposed for those requests that are decodes; no step may be in flight."""
         self._executor.age()
         pairs = zip(requests, proposals, strict=True)
         self._executor.newest = found = {one: tokens for one, tokens in pairs if tokens and one.is_skipped}
@@ -605,8 +607,8 @@ def make_mechanism(
 ) -> Mechanism:
     """Build the mechanism from settings that contain every size.
 
-    `make_memory` builds the KV memory; None for this project's own. Raises `ConfigError` for more than one replica, a
-    scaler, pools, an admission policy or an oracle of output lengths, and errors of building policies.
+    `make_memory` builds the KV memory; None for this project's own memory. Raises `ConfigError` for more than one
+    replica, a scaler, pools, an admission policy or an oracle of output lengths, and errors of building policies.
     """
     replicasets = config.effective_replicasets
     problems = check_scaling("vllm", replicasets) + check_pools("vllm", replicasets)

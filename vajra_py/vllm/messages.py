@@ -26,7 +26,7 @@ class Messages:
     """Builds the `SchedulerOutput` of each plan.
 
     Attributes:
-        next: message of the next step; requests that end or are preempted before it are added to it.
+        next: message of the next step; requests that end or are preempted before that step are added to the message.
     """
 
     def __init__(self, mechanism: Mechanism, records: dict[str, Record], *, resumes_as_new: bool, zeroes: bool) -> None:
@@ -52,12 +52,14 @@ class Messages:
         self._at_step = -1
         """The decode pool's `num_committed` at the last plan for which the arrays were used."""
         self._last = -1
-        """Index of the last step that contained all of these decodes; -1 without one since the arrays were built."""
+        """Index of the last step that contained all of these decodes; -1 if there was none since the arrays were built.
+        """
         self._step = 0
         self._drafted: tuple[Request, ...] = ()
         """Requests of the last step if it had drafts.
 
-        `_room` and `_outputs_ahead` describe these requests, and so do `_decodes` and `_counts` unless this is empty.
+        `_room` and `_outputs_ahead` describe these requests, and so do `_decodes` and `_counts` unless `_drafted` is
+        empty.
         """
         self._room: list[int] = []
         """Number of tokens of each request for which the workers have blocks, without a drafter's lookahead."""
@@ -211,7 +213,7 @@ class Messages:
         self._last = self._step
 
     def _settle_drafted(self, requests: tuple[Request, ...]) -> None:
-        """Record when the decodes of the last step with drafts ran, and select `requests` for bulk handling."""
+        """Store the last step of the decodes handled so far (see `_settle`); select `requests` for bulk handling."""
         self._settle()
         self._drafted, self._decodes, self._last = requests, [], -1
 

@@ -46,7 +46,9 @@ class NotedConnector:
 
 
 def news_of(report: KvReport, replica: Replica, now: int, step: int | None) -> KvNews:
-    """Convert a report to its recorded form; `step` is the index of the step that ended with it, None without one."""
+    """Convert a report to its recorded form; `step` is the index of the step that ended with the report, None if there
+    was none.
+    """
     received, sent, failed = ([one.index for one in each] for each in (report.received, report.sent, report.failed))
     bad_blocks = sorted(report.bad_blocks)
     return KvNews(

@@ -47,7 +47,7 @@ class Record:
         self.output = submission.output
         self.limit = min(request.max_tokens, max_model_len - request.num_prompt_tokens)
         self.stops: dict[int, int | None] = {token: token for token in params.stop_token_ids or ()}
-        """Token ids that end it, each with the stop reason for its client."""
+        """Token ids that end the request, each with the stop reason reported to the client."""
         if params.eos_token_id is not None:
             self.stops[params.eos_token_id] = None
         self.is_plain = not request.use_structured_output and params.repetition_detection is None
@@ -56,13 +56,15 @@ class Record:
         """Output length below which a token ends the request only if it is in `stops`."""
         self.wants_logprobs = params.num_logprobs is not None
         self.is_over = False
-        """True once it has ended for its client."""
+        """True once the request has ended for its client."""
         self.is_known = False
-        """True if its prompt and parameters were sent to the workers."""
+        """True if the request's prompt and parameters were sent to the workers."""
         self.num_sent = 0
-        """Number of leading entries of its block table that were sent to the workers."""
+        """Number of leading entries of the request's block table that were sent to the workers."""
         self.ran_in = -1
-        """Index of the last step with this request; -1 if there was none. For bulk decodes, `Messages` sets it late."""
+        """Index of the last step with this request; -1 if there was none. For bulk decodes, it is set only when
+        `Messages` stops handling them in bulk.
+        """
 
     @property
     def own(self) -> Request | None:
@@ -71,7 +73,9 @@ class Record:
 
     @property
     def num_kept(self) -> int:
-        """Number of output tokens at its last submission to the mechanism, which treats them as part of the prompt."""
+        """Number of output tokens at the request's last submission to the mechanism, which treats them as part of the
+        prompt.
+        """
         return self.submission.num_kept
 
     def hand_in_again(self) -> Submission:
@@ -111,7 +115,9 @@ class Record:
         return bool(check_stop(self.request, max_model_len))
 
     def take(self, tokens: list[int], max_model_len: int) -> tuple[list[int], bool]:
-        """Append tokens to the output up to one that ends the request; return them, and True if the request ended."""
+        """Append tokens to the output up to one that ends the request; return the appended tokens, and True if the
+        request ended.
+        """
         for count, token in enumerate(tokens, 1):
             self.output.append(token)
             if self.finishes(token, max_model_len):

@@ -61,8 +61,8 @@ class _Row:
     """State of the request in a slot, and of its counterpart at the workers.
 
     Attributes:
-        keeps: True if one request at the workers stands for it from its first chunk to its end.
-        tokens: its token ids as far as they are known here; with `keeps`, its prompt and its output when it got the slot.
+        keeps: True if a single request at the workers stands for this one from its first chunk to its end.
+        tokens: its token ids as far as they are known here; with `keeps`, its prompt and the output that it had when it got the slot.
         blocks: its block table.
         name: its name at the workers; empty if they do not have it.
         num_sent: number of leading entries of its block table that were sent.

@@ -507,7 +507,7 @@ class Scheduler(WithoutExtras):
         if void:
             find = {name: one for name, one in self._records.items() if name not in void}.get
         first = sys.maxsize if has_more else 2
-        """Output length from which a token that does not end its request is sent to the client as its id only."""
+        """Output length from which tokens that do not end their request are sent to the client as ids only."""
         outputs, accepted = dict[int, list[EngineCoreOutput]](), dict[Request, int]()
         for index, (name, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
             if not tokens or (record := find(name)) is None:
@@ -639,7 +639,7 @@ class Scheduler(WithoutExtras):
         return self._num_running + (0 if self._connected is None else self._connected.num_holding)
 
     def get_kv_cache_usage(self) -> float:
-        """Return the fraction of KV blocks that requests hold (0 to 1); 0 if all KV is about to be dropped."""
+        """Return the fraction of all KV blocks (0 to 1) that requests hold; 0 if all KV is about to be dropped."""
         return 0.0 if self._forgets else self.mechanism.kv_usage
 
     def make_stats(self) -> SchedulerStats | None:

@@ -22,7 +22,7 @@ class TakenTokens(NamedTuple):
 
     Attributes:
         outputs: messages for each client, by its index.
-        accepted: numbers of accepted drafts; requests without any may be left out.
+        accepted: numbers of accepted drafts; requests without accepted drafts may be left out.
     """
 
     outputs: dict[int, list[EngineCoreOutput]]
@@ -75,7 +75,8 @@ class SteadyTokens:
     def take(self, names: list[str], sampled: Sequence[list[int]]) -> TakenTokens | None:
         """Append a step's tokens to the outputs; messages contain token ids only.
 
-        Returns None and appends nothing if a request must be checked individually.
+        Returns None and appends nothing if the requests are not those of the step before, or if one must be checked
+        individually.
         """
         if names != self._names:
             self._names, self._batch, self._is_new = list(names), None, True
@@ -107,7 +108,9 @@ class SteadyTokens:
         return TakenTokens(outputs, accepted)
 
     def owners(self, names: list[str]) -> Sequence[Request] | None:
-        """Return the requests of these names; None if the last step had others or one must be checked individually."""
+        """Return the requests of these names; None if the last step had other requests, or if one of them must be
+        checked individually.
+        """
         return None if self._batch is None or names != self._names else self._batch.requests
 
     def _look_up(self) -> None:

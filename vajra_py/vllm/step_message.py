@@ -40,7 +40,7 @@ class Scheduled(NamedTuple):
 
 
 class StepMessage:
-    """Message of the next step, to which changes since the end of the step before are added.
+    """Message of the next step. It collects the changes since the previous message was taken.
 
     Attributes:
         finished: names of ended requests, which the workers drop.

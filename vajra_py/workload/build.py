@@ -31,7 +31,7 @@ def build_workload(
             `type` (numbered if it is repeated, as `azure#2`) and a slash precede the stream's name. `source["streams"]`
             of the result lists the streams used.
         base_dir: folder for relative paths.
-        source: result of `config.source` if it is known, so that files are not read again; None to call it.
+        source: result of `config.source` if it is known, so that files are not read again; else None.
 
     Raises:
         WorkloadError: a file is broken (with its line), or the source cannot provide what the configuration requires.

@@ -53,7 +53,7 @@ class Columns(Struct, frozen=True):
     follows: I64 | None = None
     """Row of each request's first parent; -1 if it has none."""
     joins: ObjectArray | None = None
-    """Tuple of the rows of each request's further parents; None if no request has several."""
+    """Rows of each request's parents after the first, as a tuple; None if no request has several parents."""
     think_time_s: F64 | None = None
     metadata: ObjectArray | None = None
 

@@ -43,7 +43,7 @@ class MergeConfig(WorkloadOptions):
     )
 
     def source(self, rng_for: RngFor, base_dir: Path) -> Workload:
-        """Return the parts, each with its own options, on one clock; streams are named after the parts."""
+        """Return the parts, each with its own options, on one clock; random streams are named after the parts."""
         names = distinct_names([part.name or part.type for part in self.workloads])
         parts: list[Workload] = []
         for part, name in zip(self.workloads, names, strict=True):
@@ -83,7 +83,7 @@ WorkloadConfig: TypeAlias = Annotated[
 
 
 class _Stretch(NamedTuple):
-    """Mean number of requests of a part of a merged workload, and its mean duration in seconds."""
+    """Mean number of requests of a part of a merged workload, and the part's mean duration in seconds."""
 
     num_requests: float
     duration_s: float

@@ -46,7 +46,9 @@ class SegmentSpace(Struct, frozen=True):
         return (self.label, number) if self.label else number
 
     def renamed(self, prefix: str, *, share: bool) -> SegmentSpace:
-        """Return the space for requests whose ids get `prefix`; with `share`, only the ids of outputs change."""
+        """Return the space for the requests after `prefix` is put before their ids; with `share`, only the ids of
+        outputs change.
+        """
         if self.kind == "output":
             return SegmentSpace("output", prefix + self.label)
         if self.kind == "explicit":
@@ -123,7 +125,9 @@ class ContentColumn(Struct, frozen=True):
         return ContentColumn(self.store, self.nodes[rows])
 
     def renamed(self, prefix: str, *, share: bool) -> ContentColumn:
-        """Return the column for requests whose ids get `prefix`; with `share`, only the ids of outputs change."""
+        """Return the column for the requests after `prefix` is put before their ids; with `share`, only the ids of
+        outputs change.
+        """
         store = self.store
         spaces = tuple(space.renamed(prefix, share=share) for space in store.spaces)
         return ContentColumn(ContentStore(spaces, store.parent, store.space, store.number, store.tokens), self.nodes)

@@ -14,7 +14,9 @@ __all__ = ["SAMPLING_OPTIONS", "BootstrapConfig", "FileOptions", "ThinConfig", "
 
 
 class BootstrapConfig(WorkloadSection):
-    """Block bootstrap: replace a trace by blocks of it drawn with the seed. Requests of one session stay together."""
+    """Block bootstrap: replace a trace by blocks that are drawn from it with the seed. Requests of one session stay
+    together.
+    """
 
     block_s: Positive | None = Field(None, description="Length of a block, in the source's seconds.")
     block_requests: Count | None = Field(

@@ -134,7 +134,9 @@ It is called with single cells to find a rejected one.
 
 
 class Column(Struct, frozen=True):
-    """Column `name` to read from a table and store under `key`, with its parser and the text of the allowed values."""
+    """Column `name` to read from a table and store under `key`, with its parser and a description of the allowed
+    values.
+    """
 
     key: str
     name: str

@@ -26,7 +26,7 @@ class Followers:
         return bool(parents)
 
     def released_by(self, request_id: str) -> Sequence[RequestSpec]:
-        """Return the requests whose last unfinished parent was this one, which has ended for whatever reason."""
+        """Return the requests whose last unfinished parent was this request, which has ended for any reason."""
         children = self._children.pop(request_id, ())
         return [child for child in children if self._is_last_parent(child)] if children else ()
 

@@ -95,7 +95,7 @@ else:
 
 
 class SloClassConfig(_ClassDurations):
-    """SLO class: the share of its requests, their priority, and their objectives."""
+    """SLO class: its share of the requests, and the priority and objectives of these requests."""
 
     priority: _Priority | None = Field(
         None, description="Client priority of the class, lower is more urgent; null leaves the requests' own."
@@ -112,7 +112,9 @@ class WorkloadOptions(WorkloadSection):
     """Options of every kind of workload."""
 
     starts_sessions_at_rate: ClassVar[bool] = False
-    """True if the source itself applies `rate` to the starts of its sessions, so that time is not stretched for it."""
+    """True if the source itself starts sessions at the configured `rate`, so that time is not stretched to reach this
+    rate.
+    """
 
     name: str | None = Field(
         None,
@@ -195,7 +197,8 @@ class WorkloadOptions(WorkloadSection):
 
 
 def check_end(arrivals: object, number: int | None, duration_s: float | None, name: str) -> None:
-    """Raise ValueError if endless arrivals have no bound: neither `number` (of option `name`) nor `duration_s`.
+    """Raise ValueError if endless arrivals have no bound: neither `number` (the value of the option `name`) nor
+    `duration_s`.
 
     Arrivals at once always need `number`.
     """

@@ -71,7 +71,7 @@ def _profiles() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _with_probabilities(value: Any, probabilities: Sequence[float]) -> Any:
-    """Return the value with the common probabilities added to every quantile table without its own."""
+    """Return the value with the common probabilities added to every quantile table that has none of its own."""
     if isinstance(value, list):
         return [_with_probabilities(entry, probabilities) for entry in value]
     if not isinstance(value, dict):

@@ -188,7 +188,7 @@ def programs_workload(
 
 
 def nominal_arrivals(graph: CallGraph, starts: F64, delay_s: F64) -> tuple[F64, I64]:
-    """Return the nominal arrival time of each call in seconds, and its position in the order of these times.
+    """Return (nominal arrival time in seconds, position in the order of these times) of each call, as two arrays.
 
     Nominally, answers take no time: a call arrives at its program's start plus the longest path of delays to the call.
     """

@@ -57,7 +57,7 @@ class PromptContent(Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """Total tokens of the segments, which is the prompt's length."""
+        """Total number of tokens of the segments, which is the prompt's length."""
         return sum(length for _, length in self.segments)
 
     def shared_prefix_tokens(self, other: PromptContent) -> int:

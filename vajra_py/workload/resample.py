@@ -27,7 +27,7 @@ __all__ = ["block_bootstrap", "random_window", "thin", "units_of"]
 
 
 def units_of(columns: Columns) -> I64:
-    """Return the number of each request's unit, from 0 in order of first appearance."""
+    """Return for each request the unit to which it belongs; units are numbered from 0 in order of first appearance."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -173,7 +173,7 @@ def block_bootstrap(
 
 
 def _blocks_by_time(workload: Workload, starts_s: F64, rng: np.random.Generator, block_s: float) -> tuple[I64, F64]:
-    """Return the units drawn, in blocks of `block_s` seconds, and their start times in seconds."""
+    """Draw units in blocks of `block_s` seconds; return the units, and the start time of each in seconds."""
     span_s = _circle_s(starts_s)
     _check_block(workload, f"{block_s:g} s", block_s < span_s, f"{span_s:g} s")
     origin_s = float(starts_s[0])
@@ -191,7 +191,9 @@ def _blocks_by_time(workload: Workload, starts_s: F64, rng: np.random.Generator,
 
 
 def _blocks_by_number(workload: Workload, starts_s: F64, rng: np.random.Generator, block: int) -> tuple[I64, F64]:
-    """Return the units drawn, in blocks of `block` units, and their start times in seconds; gaps are as recorded."""
+    """Draw units in blocks of `block` units; return the units, and the start time of each in seconds. Gaps between
+    units are as recorded.
+    """
     total = len(starts_s)
     _check_block(workload, f"{block:,}", block < total, f"{total:,} requests or sessions")
     gaps_s = np.diff(starts_s, prepend=starts_s[-1] - _circle_s(starts_s))
@@ -254,7 +256,7 @@ def _has_sessions(columns: Columns) -> bool:
 
 
 def _circle_s(times: F64) -> float:
-    """Return the time span of the arrivals plus one mean gap, in seconds: their number divided by their rate."""
+    """Return the time span of the arrivals plus one mean gap, in seconds: number of arrivals divided by their rate."""
     size = len(times)
     return float(times[-1] - times[0]) * size / (size - 1) if size > 1 else 0.0
 

@@ -107,7 +107,9 @@ def workload_statistics(columns: Columns) -> WorkloadStatistics:
 
 
 def _canonical(store: ContentStore) -> tuple[list[int], list[SegmentId]]:
-    """Return the first node with the same tokens from the root, for each node; and the segment id of each node."""
+    """Return two lists with an entry per node: the first node with the same tokens from the root, and the node's
+    segment id.
+    """
     known: dict[tuple[int, SegmentId, int], int] = {}
     canon: list[int] = []
     segment_ids = [store.segment_id(node) for node in range(len(store.parent))]
@@ -120,8 +122,8 @@ def _canonical(store: ContentStore) -> tuple[list[int], list[SegmentId]]:
 class _Seen:
     """Prefixes of the requests so far.
 
-    The segments of all nodes in `whole`, and of their ancestors, occurred in full. `longest` holds the longest part of
-    a segment that occurred after a given prefix.
+    The segments of all nodes in `whole`, and of their ancestors, occurred in full. `longest` holds, for each pair of a
+    prefix and a segment, the largest number of the segment's tokens that occurred after that prefix.
     """
 
     def __init__(self, store: ContentStore) -> None:

@@ -144,7 +144,9 @@ class Workload(Sequence[RequestSpec]):
         return Workload(columns, self.name, {**self.source, "operations": operations})
 
     def scale_time(self, factor: float) -> Workload:
-        """Multiply all arrivals and think times by `factor` (> 0; 2 halves the rate). SLOs and deadlines stay."""
+        """Multiply all arrivals and think times by `factor` (> 0; 2 halves the rate). SLOs and deadlines stay
+        unchanged.
+        """
         return self._derived(
             self._stretched("scale_time", self._checked_factor("scale_time", factor)), op="scale_time", factor=factor
         )
@@ -234,20 +236,20 @@ class Workload(Sequence[RequestSpec]):
         )
 
     def with_priorities(self, shares: Mapping[int, float], rng: np.random.Generator) -> Workload:
-        """Draw a priority, by relative shares, for each program or session, and each request without either."""
+        """Draw a priority, by relative shares, for each program or session, and for each request that has neither."""
         codes = self._drawn(list(shares.values()), rng, "priorities")
         values = np.array(list(shares), dtype=np.int64)
         facts = {str(priority): share for priority, share in shares.items()}
         return self._derived(self.columns.stating({"priority": values[codes]}), op="with_priorities", shares=facts)
 
     def with_tenants(self, shares: Mapping[str, float], rng: np.random.Generator) -> Workload:
-        """Draw a tenant, by relative shares, for each program or session, and each request without either."""
+        """Draw a tenant, by relative shares, for each program or session, and for each request that has neither."""
         codes = self._drawn(list(shares.values()), rng, "tenants")
         column = StringColumn(tuple(shares), codes.astype(np.int32))
         return self._derived(self.columns.stating({"tenant": column}), op="with_tenants", shares=dict(shares))
 
     def with_slo_classes(self, classes: Sequence[SloClass], rng: np.random.Generator) -> Workload:
-        """Draw an SLO class, by relative shares, for each program or session, and each request without either."""
+        """Draw an SLO class, by relative shares, for each program or session, and for each request that has neither."""
         codes = self._drawn([entry.share for entry in classes], rng, "SLO classes")
         changes: dict[str, FactColumn] = {
             "slo_class": StringColumn(tuple(c.name for c in classes), codes.astype(np.int32))
@@ -346,7 +348,7 @@ def _stated_by_class(columns: Columns, codes: I64, classes: Sequence[SloClass]) 
 
 
 def _groups(columns: Columns) -> I64:
-    """Return a group number per request: equal within a program or session, unique for a request without either."""
+    """Return a group number per request: equal within a program or session, unique for a request that has neither."""
     rows = np.arange(len(columns), dtype=np.int64)
     units = columns.unit_id
     if units is None:

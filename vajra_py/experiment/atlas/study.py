@@ -51,7 +51,7 @@ class Request:
     """Names of built-in workloads or paths of experiment files."""
     replications: int = REPLICATIONS
     metrics: Sequence[str] = ()
-    """Keys of the primary metrics; if empty, `PRIMARY`."""
+    """Keys of the primary metrics; if empty, the keys in `PRIMARY` are used."""
     overrides: Sequence[str] = ()
     """Overrides `a.b=c` for every workload's file."""
     out: Path = Path(OUT)
@@ -197,8 +197,8 @@ def _check_loads(loads: Sequence[SweepPoint], path: Path) -> None:
 
 
 def _load_name(load: SweepPoint, loads: Sequence[SweepPoint]) -> str:
-    """Return the name of a load: its first scalar value if no other load has the same one, else `load N`, counted from
-    1.
+    """Return the name of a load: its first scalar value if no other load has the same value, else `load N`, counted
+    from 1.
     """
     first = next((str(value) for value in load.values() if not isinstance(value, dict | list)), "")
     firsts = [next((str(value) for value in one.values() if not isinstance(value, dict | list)), "") for one in loads]

@@ -25,7 +25,7 @@ class CurvePoint:
     values: Mapping[str, tuple[float | None, ...]]
     """Values of each metric of the SLO, one per seed."""
     slacks: tuple[tuple[float, ...], ...]
-    """Slacks of the SLO's conditions, in their order; one tuple per seed."""
+    """Slack of each condition of the SLO, in the order of the conditions; one tuple per seed."""
     slack: tuple[float, ...]
     """Slack of the whole SLO, one per seed: at least zero if the SLO holds."""
     num_overloaded: int
@@ -46,7 +46,7 @@ class CapacityAnswer:
     unit: str = "requests/s"
     num_runs: int = 0
     num_new: int = 0
-    """Number of runs executed for this answer, without existing ones."""
+    """Number of runs executed for this answer, not counting runs that existed before."""
     error: str | None = None
     range: tuple[float, float] = (0.0, 0.0)
     """Allowed range of rates (low, high)."""

@@ -22,7 +22,7 @@ from vajra_py.metrics.report.figure_files import save_figure
 def write_capacity_files(
     answers: Sequence[CapacityAnswer], asked: CapacityConfig, folder: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """Write the CSV files and the figure in these formats, and return their paths; nothing is written if no search has
+    """Write the CSV files, and the figure in each of `formats`; return the paths. Nothing is written if no search has
     results.
     """
     known = [answer for answer in answers if answer.curve]

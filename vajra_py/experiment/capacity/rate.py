@@ -38,15 +38,15 @@ _LONGEST_GROWTH = 4.0
 _GROWTH = 1.5
 """Factor by which a seed's steps in the logarithm of the rate grow until its capacity is bracketed."""
 _MAX_LINES = 3
-"""Maximum number of earlier probes inside a bracket for which the next rate is interpolated; after more probes, the
+"""Largest `num_cuts` (see `_between`) for which the next rate inside a bracket is still interpolated; above it, the
 bracket is bisected.
 """
 _PEAK = 1.25
 """Ratio of two adjacent rates below which the search does not look for a maximum of a goodput between them."""
 _MOST_PROBES = 40
-"""Maximum number of rates per seed; it ends a search whose slack does not depend on the rate."""
+"""Maximum number of rates per seed; this limit ends a search whose slack does not depend on the rate."""
 _FLATTEST = -0.5
-"""Flattest slope of the slack over the logarithm of the rate; it replaces flatter ones."""
+"""Flattest slope of the slack over the logarithm of the rate; it replaces flatter estimates."""
 _BEYOND = 1.5
 """Multiple of the estimated capacity. A condition that holds at this rate under all seeds cannot be the deciding one,
 so its search ends.
@@ -152,7 +152,7 @@ class _Study:
     question: RateQuestion
     seeds: list[SeedRuns] = field(default_factory=list)
     _num_cuts: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Number of probes between rates that were run before, by (seed, condition)."""
+    """Number of probes between the lowest and the highest rate run before, by (position of the seed, condition)."""
 
     @property
     def num_conditions(self) -> int:
@@ -244,8 +244,8 @@ class _Study:
         return None if rounded in runs.slacks else rounded
 
     def _outside(self, runs: SeedRuns, condition: int, aim: _Aim) -> float | None:
-        """Return the next rate for a condition that fails at all rates so far: below all of them, or near the rate with
-        the largest slack if that is not the lowest one. None if the lowest rate of the range was run.
+        """Return the next rate for a condition that fails at all rates so far: near the rate with the largest slack if
+        this is not the lowest rate that was run, else below all of them. None if the lowest rate of the range was run.
         """
         slacks = [runs.slacks[rate][condition] for rate in runs.rates]
         best = int(np.argmax(slacks))
@@ -323,8 +323,8 @@ def _slope(found: Crossing) -> float | None:
 
 
 def _step(rates: Sequence[float], slack: float, aim: _Aim, *, upwards: bool) -> float:
-    """Return the factor from the last rate to the next: the distance to zero slack estimated from the slope, plus a
-    quarter; at least a multiple of the previous step.
+    """Return the factor from the last rate to the next. Its logarithm is the estimated distance to zero slack plus a
+    quarter of this distance, but at least a multiple of the previous step's logarithm.
     """
     if aim.slope is None:
         distance = math.log(_FIRST_STEP)
@@ -339,7 +339,8 @@ def _step(rates: Sequence[float], slack: float, aim: _Aim, *, upwards: bool) -> 
 
 def _between(low: tuple[float, float], high: tuple[float, float], ratio: float, num_cuts: int) -> float:
     """Return a rate between two (rate, slack) points, shifted from the interpolated zero towards the farther end, so
-    that the bracket shrinks from both sides; in a wide bracket, or after `_MAX_LINES` such rates, their geometric mean.
+    that the bracket shrinks from both sides. Return the geometric mean of the two rates instead if they differ by more
+    than a factor of 4, or if `num_cuts` exceeds `_MAX_LINES`.
     """
     middle = math.sqrt(low[0] * high[0])
     if num_cuts > _MAX_LINES or high[0] > 4 * low[0]:

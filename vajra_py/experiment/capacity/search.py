@@ -104,14 +104,14 @@ def _mean(slacks: Sequence[float]) -> float:
 
 
 def _surely(slacks: Sequence[float]) -> float:
-    """Return the lower end of Student's interval of the mean slack; with one seed, its slack."""
+    """Return the lower end of Student's interval of the mean slack; with one seed, the slack under this seed."""
     interval = replication_interval(slacks)
     return slacks[0] if interval is None else interval.low
 
 
 def _maybe(slacks: Sequence[float]) -> float:
     """Return the upper end of Student's interval of the mean slack, but at most the largest slack, so that a condition
-    that fails under every seed fails; with one seed, its slack.
+    that fails under every seed fails; with one seed, the slack under this seed.
     """
     interval = replication_interval(slacks)
     return slacks[0] if interval is None else min(interval.high, max(slacks))

@@ -51,14 +51,16 @@ class Crossing:
     low: tuple[float, float] | None
     """(Highest rate at which the condition holds, fitted slack at this rate); None if the condition never holds."""
     high: tuple[float, float] | None
-    """(Next higher rate, fitted slack at this rate); None if the condition holds at the highest rate that was run."""
+    """(Next higher rate that was run, fitted slack at this rate); the lowest rate that was run if `low` is None. None
+    if the condition holds at the highest rate that was run.
+    """
     rises_at: float = 0.0
     """Highest rate at which the condition fails although it holds at higher rates; 0 if there is none."""
 
     @property
     def rate(self) -> float:
-        """Rate at which the line through `low` and `high`, over the logarithm of the rate, crosses zero; with only one
-        of these points, its rate.
+        """Rate at which the line through `low` and `high`, over the logarithm of the rate, crosses zero; if there is
+        only one of these points, the rate of this point.
         """
         if self.low is None or self.high is None:
             end = self.high if self.low is None else self.low
@@ -120,19 +122,21 @@ class ConditionCapacity:
     least: float
     """Lower limit of the geometric mean over seeds; 0 if any capacity lies below the lowest rate that was run."""
     most: float
-    """Upper limit of that mean, equal to `least` if every capacity is exact; infinite if any lies above all rates."""
+    """Upper limit of the geometric mean over seeds, equal to `least` if every capacity is exact; infinite if any
+    capacity lies above the highest rate that was run.
+    """
     interval: Interval | None
     """Confidence interval; None with one seed."""
     confidence: float
 
     @property
     def rate(self) -> float:
-        """Geometric mean, or its known bound."""
+        """Geometric mean over seeds, or the known bound of this mean."""
         return self.least if self.least > 0 else self.most
 
     @property
     def bound(self) -> Bound:
-        """Relation of the rate to the capacity."""
+        """Relation of `rate` to the capacity: equal to it, a bound of it, or unknown."""
         return bound_of(self.least, self.most)
 
 
@@ -140,7 +144,7 @@ Bound: TypeAlias = Literal["exact", "at least", "at most", "unknown"]
 
 
 def bound_of(least: float, most: float) -> Bound:
-    """Return the relation of a rate to a capacity of which only the limits `least` and `most` are known."""
+    """Return how a rate (`least` if above 0, else `most`) is related to a capacity between `least` and `most`."""
     if math.isclose(least, most, rel_tol=1e-12):
         return "exact"
     if least > 0:
@@ -163,7 +167,7 @@ def condition_capacity(text: str, seeds: Sequence[SeedCapacity], *, may_go_on: b
 
 
 def _seeds_interval(seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> tuple[Interval | None, float]:
-    """Return the interval of the geometric mean and its confidence.
+    """Return the interval of the geometric mean, and the confidence of this interval.
 
     The interval is Student's t interval of the logarithms; its upper end is at most the highest seed's capacity, beyond
     which every seed fails. A search that stops once the interval is narrow stops more often when the seeds agree by
@@ -190,10 +194,9 @@ def _seeds_interval(seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> tuple[
 def typical_curve(
     by_seed: Sequence[Sequence[tuple[float, float]]], own: ConditionCapacity
 ) -> list[tuple[float, float]]:
-    """Return the (rate, slack) points of a curve that crosses zero at the condition's capacity: at each slack, the
-    capacity if the limit were shifted by that slack.
-
-    At slacks that some seeds did not reach, the distance from the capacity is the mean over the other seeds.
+    """Return the (rate, slack) points of a curve that crosses zero at the condition's capacity: the rate at each slack
+    is the capacity that would result if the limit were shifted by that slack. At slacks that some seeds did not reach,
+    the distance from the capacity is the mean over the other seeds.
     """
     zeros = [one.rate if one.side == "exact" else None for one in own.by_seed]
     known = [(sorted(runs), zero) for runs, zero in zip(by_seed, zeros, strict=True) if runs and zero is not None]
@@ -243,12 +246,12 @@ class RateEstimate:
 
     @property
     def rate(self) -> float:
-        """Capacity, or its known bound."""
+        """Capacity of the SLO, or the known bound of this capacity."""
         return self.least if self.least > 0 else self.most
 
     @property
     def bound(self) -> Bound:
-        """Relation of the rate to the capacity."""
+        """Relation of `rate` to the capacity: equal to it, a bound of it, or unknown."""
         return bound_of(self.least, self.most)
 
 

@@ -34,7 +34,9 @@ from vajra_py.plugins import Registry, load_registry
 
 _SEED = "seed"
 _MANY = 1 << 30
-"""Number of tasks that limits the pool's workers; large, since the number of runs is not known in advance."""
+"""Number of tasks stated to `local_pool`, which creates no more workers than tasks; large, since the number of runs is
+not known in advance.
+"""
 
 
 SearchProgress: TypeAlias = Callable[[str, int, int, str], None]
@@ -362,7 +364,7 @@ class _Search:
         }
 
     def _missing(self) -> list[tuple[Setting, int, RunTask]]:
-        """Return the requested runs that are neither in memory nor on disk; read those that are on disk."""
+        """Return the requested runs that are neither in memory nor on disk; runs on disk are read."""
         found: list[tuple[Setting, int, RunTask]] = []
         if self._answer is not None:
             return found

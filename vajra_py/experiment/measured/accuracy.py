@@ -19,11 +19,11 @@ from vajra_py.metrics.runs.run_data import RunData
 Floats = npt.NDArray[np.float64]
 
 MEAN_BOUND = 0.08
-"""Largest relative error of the throughput, and of a mean other than TTFT's, with which a validation passes."""
+"""Largest relative error of the throughput, and of means other than that of TTFT, with which a validation passes."""
 TTFT_BOUND = 0.15
 FEWEST_ROWS = 5
-"""Minimum number of log rows after the last scheduling of a request; with fewer, all rows are used to match the log's
-clock.
+"""Minimum number of log rows after the last request was first scheduled; with fewer, all rows are used to match the
+log's clock.
 """
 QUANTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 LATENCIES = ("ttft", "tpot", "e2e")
@@ -63,7 +63,7 @@ class SeriesError:
 
     @property
     def relative(self) -> float:
-        """Relative error; 0 if both series are zero throughout."""
+        """Relative error; 0 if both series are zero throughout, infinite if only the measured mean is zero."""
         mean = float(self.measured.mean())
         difference = float(np.abs(self.measured - self.simulated).mean())
         return difference / mean if mean else (0.0 if not difference else float("inf"))
@@ -163,7 +163,9 @@ def requests_of(simulated: RunData) -> MeasuredRequests:
 
 
 def latency_errors(measured: MeasuredRequests, simulated: MeasuredRequests) -> Iterator[MetricError]:
-    """Yield the errors of mean and quantiles of TTFT, TPOT and E2E in milliseconds, and of the output throughput."""
+    """Yield the errors of mean and quantiles of TTFT, TPOT and E2E in milliseconds, and the error of the output
+    throughput.
+    """
     for name in LATENCIES:
         bound = TTFT_BOUND if name == "ttft" else MEAN_BOUND
         one, other = (1e3 * getattr(requests, f"{name}_s") for requests in (measured, simulated))
@@ -243,7 +245,7 @@ def _log_shift(run: MeasuredRun, log: Mapping[str, Floats]) -> float:
     running requests agree best.
 
     Log and client observe ends at the same time, but the log counts a request as running only once its first step has
-    been launched. Rows after the last scheduling are therefore preferred if there are enough of them.
+    been launched. Rows after the last request was first scheduled are therefore preferred if there are enough of them.
     """
     requests = run.requests
     assert requests.scheduled_at is not None  # `series_errors` returns earlier without scheduling times

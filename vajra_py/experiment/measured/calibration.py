@@ -27,7 +27,8 @@ from vajra_py.metrics.runs.run_data import RunData
 
 Floats = npt.NDArray[np.float64]
 Progress = Callable[[int, float], None]
-"""Called after each round of a fit with (simulations so far, sum of squared residuals with less weight on large ones).
+"""Called after each round of a fit with (simulations so far, sum of squared residuals with less weight on large
+residuals).
 """
 
 FEWEST_REQUESTS = 20
@@ -54,7 +55,7 @@ class Fit:
     values: tuple[float, ...]
     num_simulations: int
     held_out: Mapping[str, float]
-    """Relative errors of means over the requests that were not fitted, by latency."""
+    """Relative error of the mean of each latency metric over the requests that were not fitted."""
     before: Mapping[str, float]
     """Relative errors of the same means before the fit, with every figure at its prior."""
 
@@ -172,7 +173,7 @@ class _Trials:
         self._folder.cleanup()
 
     def fitted(self) -> Floats:
-        """Return the values of the figures that minimise the squared residuals, with less weight on large ones."""
+        """Return the values of the figures that minimise the squared residuals, with less weight on large residuals."""
         values = self.priors
         for _ in range(ROUNDS):
             values = self._solved(values)
@@ -225,7 +226,7 @@ class _Trials:
         return parts, rest, spent[matched]
 
     def held_out(self, values: Floats) -> dict[str, float]:
-        """Return the relative errors of means over the requests that were not fitted."""
+        """Return the relative error of the mean of each latency metric over the requests that were not fitted."""
         simulated, measured = self._simulated(values), self._run.requests
         errors = {}
         for name in LATENCIES:

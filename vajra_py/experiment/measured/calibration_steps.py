@@ -53,8 +53,9 @@ class StepCosts:
         self._sums = np.concatenate([np.zeros((1, len(figures))), np.cumsum(costs, axis=0)])
 
     def between(self, start: Floats, stop: Floats, which: Ints) -> tuple[Floats, Floats]:
-        """Return (seconds per unit of each figure, remaining seconds including idle time) of the steps between the step
-        ends `start` and `stop`, for the pairs at the indices `which`; with several replicas, means over the replicas.
+        """Return (seconds per unit of each figure, remaining seconds including idle time) of the steps between two step
+        ends, for the pairs of `start` and `stop` at the indices `which`. With several replicas, these are means over
+        the replicas.
         """
         start, stop = start[which], stop[which]
         first, last = (np.searchsorted(self._ends, at + _TOLERANCE_S, side="right") for at in (start, stop))

@@ -53,7 +53,7 @@ class EngineSettings:
     memory_fraction: float | None = None
     """Fraction of the GPU's memory that the engine may use; None if unknown."""
     kv_dtype: str | None = None
-    """Data type of the KV cache; None if it is the model's."""
+    """Data type of the KV cache; None if it is the model's data type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class MeasuredRequests:
 
     @property
     def tpot_s(self) -> Floats:
-        """Time per output token after the first, in seconds; NaN for answers of one token."""
+        """Time per output token after the first of each request, in seconds; NaN for answers of one token."""
         after = self.num_output_tokens - 1
         spent = self.last_token_at - self.first_token_at
         return np.where(after > 0, spent / np.maximum(after, 1), np.nan)

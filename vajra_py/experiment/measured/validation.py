@@ -78,8 +78,8 @@ def validate(measured: RunData, config: ExperimentConfig, registry: Registry | N
 def simulate_as_served(
     measured: RunData, config: ExperimentConfig, registry: Registry | None = None, assumed: Assumed | None = None
 ) -> RunData:
-    """Simulate a finished run of the engine into the folder `SIMULATED` below its own. Raises the errors of
-    `validate`.
+    """Simulate a finished run of the engine; the results are in the folder `SIMULATED` below the run's folder. Raises
+    the errors of `validate`.
     """
     assumed = assumed or Assumed()
     check_validation(config)

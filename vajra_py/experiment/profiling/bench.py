@@ -15,8 +15,8 @@ from vajra_py.runtime.support.seeds import SeedTree
 GREEDY = SamplingParams(temperature=0.0)
 _REFERENCE_ROWS, _REFERENCE_CONTEXT = 8, 16
 NEIGHBOURS = 2
-"""Number of reference times on each side of a reference time; the median of all of them gives the machine's speed at
-that moment.
+"""Number of neighbours on each side of a reference time; the median of the time and its neighbours gives the machine's
+speed at that moment.
 """
 
 
@@ -40,7 +40,7 @@ class Batch:
 
     def ends(self, begins_ahead: bool = False) -> list[int]:
         """Return the number of tokens for which each row needs KV memory. With `begins_ahead`, rows of decode-only
-        batches need memory for one more token, that of the next step.
+        batches need memory for one more token, which the next step computes.
         """
         is_ahead = self.is_ahead(begins_ahead)
         decoded = [max(2, context) + 2 if is_ahead else context + 1 for context in self.decodes]

@@ -1,4 +1,4 @@
-"""Measure step times of a running engine, and their overhead besides computation."""
+"""Measure the step times of a running engine, and the part of them that is not computation."""
 
 from __future__ import annotations
 

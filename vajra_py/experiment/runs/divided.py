@@ -92,8 +92,8 @@ def why_together(
     """Return the reason why the replicas of a replicaset must stay in one part; None if each can be simulated
     separately.
 
-    `seeds` records the random streams that its policies request; `first` is its first request, None if it has no
-    requests.
+    `seeds` records the random streams that its policies request; `first` is the replicaset's first request, or None
+    without requests.
     """
     policies = replicaset.policies
     assert policies is not None  # a replicaset built from settings has policies
@@ -148,7 +148,7 @@ class Division:
 
 def divide(run: SimulatedRun, config: ExperimentConfig, seeds: NotedSeeds, count: int) -> Division:
     """Assign replicas in order to `count` parts of about equal size; replicas that must stay together go to the part of
-    the middle one.
+    the middle replica among them.
     """
     replicasets = run.controller.replicasets
     firsts: dict[str, RequestView] = {}

@@ -189,7 +189,7 @@ class RunRecording:
         self._outputs = OutputLog(path / OUTPUTS_FILE, self._open)
 
     def _flush(self) -> None:
-        """Flush the other logs to disk, up to the last step in the decision log."""
+        """Flush all logs except the decision log to disk, up to the last step in the decision log."""
         assert self._inputs is not None
         assert self._outputs is not None
         if not self.stopped:

@@ -250,11 +250,11 @@ class _RecordedExecutor(SimulatedExecutor):
         self.replicasets: Mapping[str, Replicaset] = {}
         """Replicasets of the replay, once they are built."""
         self.connector: ReplayedConnector | None = None
-        """Connector of the single replica, once it is built; None if it has none."""
+        """Connector of the single replica, once it is built; None if the replica has none."""
 
     def known_output_tokens(self, request: Request) -> int | None:
-        """Return the recorded output length of a request that completed, one more than recorded for a request that
-        failed, and None for any other request.
+        """Return a request's number of output tokens: as recorded if the request completed, one more than recorded if
+        it failed; else None.
         """
         output = self._outputs.get(request.index, self._nothing)
         if output.failed_at is not None:

@@ -35,7 +35,7 @@ class ReplayedConnector:
         replica.use_connector(self, ConnectorRules(**rules))
 
     def report(self, plan: StepPlan) -> KvReport | None:
-        """Return the report that came with a step."""
+        """Return the recorded report of a step; None if there is none."""
         news = self._news.get(plan.step_index)
         return None if news is None else self._replica.report_of(news)
 

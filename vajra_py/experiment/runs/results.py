@@ -167,8 +167,8 @@ def _window(config: ExperimentConfig, arrived_at: Floats, e2e_s: Floats, ended_a
 
 
 def _asked_rate(config: ExperimentConfig) -> float | None:
-    """Return the configured request rate of the workload, from its `rate` or its arrivals of single requests; None if
-    there is none.
+    """Return the configured request rate of the workload, from its `rate` or, for a synthetic workload without
+    `time_scale`, from its arrivals; None if there is none.
     """
     asked = config.workload.rate
     if asked is None and config.workload.type == "synthetic" and config.workload.time_scale is None:

@@ -119,7 +119,7 @@ class _Plan:
 
     def kept(self) -> list[int]:
         """Return the points with a run of their own, finished or not, including points that were expected to repeat the
-        run of another one but do not.
+        run of another point but do not.
         """
         for kept in sorted(set(self.copies.values())):
             if self._is_finished(kept):

@@ -11,7 +11,7 @@ from vajra_py.latency.hardware.model_spec import DTYPE_BYTES, ModelSpec
 ACTIVATION_TOKENS = 8192
 """Number of tokens in one step for which activation memory is reserved."""
 LOGIT_ROWS = 256
-"""Number of rows of logits for which memory is reserved, in two float32 copies."""
+"""Number of rows of logits for which memory is reserved: two float32 copies of each row."""
 
 
 class Parallelism(Struct, frozen=True):
@@ -20,16 +20,16 @@ class Parallelism(Struct, frozen=True):
     tensor: int = 1
     pipeline: int = 1
     kv: int = 1
-    """KV-parallel groups, each with its own tensor-parallel and pipeline ranks."""
+    """Number of KV-parallel groups; each has its own tensor-parallel and pipeline ranks."""
     data: int = 1
-    """Data-parallel ranks, each with its share of the routed experts; affects memory only."""
+    """Number of data-parallel ranks, each with its share of the routed experts; affects memory only."""
 
 
 class Deployment(Struct, frozen=True):
     """One replica: a model on devices of one type.
 
     Raises:
-        ConfigError: the model cannot be divided that way, or the device does not support the model's dtype.
+        ConfigError: the model cannot be divided over the devices, or the device does not support the model's dtype.
     """
 
     model: ModelSpec
@@ -146,7 +146,7 @@ def kv_blocks_that_fit(
     """Return the number of KV blocks of a replica of `model` on tensor_parallel x pipeline_parallel devices.
 
     Raises:
-        ConfigError: the model cannot be divided that way or does not fit.
+        ConfigError: the model cannot be divided over the devices, or does not fit.
     """
     deployment = Deployment(model, device, Parallelism(tensor_parallel, pipeline_parallel))
     return deployment.kv_blocks(block_size, memory_fraction)

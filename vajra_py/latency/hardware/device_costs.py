@@ -29,7 +29,7 @@ class DevicePower(Struct, frozen=True):
     saturating_tokens: float
 
     def of_steps(self, num_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the power during steps of `num_tokens` tokens, in watts."""
+        """Return the power in watts during steps, given the number of tokens of each step."""
         share = np.minimum(np.maximum(num_tokens - 1, 0) / max(self.saturating_tokens - 1, 1), 1.0)
         power: NDArray[np.float64] = self.decode_w + (self.prefill_w - self.decode_w) * share
         return power
@@ -42,7 +42,7 @@ class DeviceCosts(Struct, frozen=True):
     price_per_hour: float | None = None
     power: DevicePower | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Source of the price (`price_per_hour`, with date) and of each power value."""
+    """Sources by field: of `price_per_hour` (with its date) and of each power value."""
 
     def changed(self, given: Mapping[str, float], source: str) -> DeviceCosts:
         """Return the costs with values given by the user: `price_per_hour` and the `POWER_FIELDS`.

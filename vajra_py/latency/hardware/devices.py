@@ -1,4 +1,4 @@
-"""Peak speeds of devices, and the fractions of them that kernels reach.
+"""Peak speeds of devices, and the fractions of these speeds that kernels reach.
 
 Each file `hardware/*.json` describes a device, with a source for every value. A user describes a device by the same
 fields without sources: all of them, or changes to a shipped device (`base`). Peaks are those of dense matrices (no
@@ -34,12 +34,12 @@ class DeviceSpec(Struct, frozen=True):
     memory_bytes: int
     """Memory in bytes, as the driver reports it."""
     link_bandwidth: float
-    """Bytes per second to peers of the same replica, one direction."""
+    """Peak bandwidth to peers of the same replica in one direction, in bytes per second."""
     link_fraction: float
     link_latency_s: float
     """Time of an empty exchange between peers, in seconds."""
     host_link_bandwidth: float
-    """Bytes per second to or from host memory that large copies reach."""
+    """Bandwidth that large copies to or from host memory reach, in bytes per second."""
     kernel_latency_s: float
     """Fixed time of one kernel in a replayed graph (start and drain), in seconds."""
     step_overhead_s: float
@@ -49,8 +49,8 @@ class DeviceSpec(Struct, frozen=True):
     sm_version: int = 0
     """Compute capability times ten; 0: unknown, or none."""
     priced_as: str | None = None
-    """Name by which `device_costs` looks up price and power: for a changed device that of its base; None if the device
-    has no name.
+    """Name by which `device_costs` looks up price and power: for a changed device, the name of its base; None if the
+    device has no name.
     """
 
     @property
@@ -71,12 +71,12 @@ class DeviceSpec(Struct, frozen=True):
 
     @property
     def attainable_bandwidth(self) -> float:
-        """Bytes per second that streaming kernels reach."""
+        """Memory bandwidth that streaming kernels reach, in bytes per second."""
         return self.memory_bandwidth * self.bandwidth_fraction
 
     @property
     def attainable_link_bandwidth(self) -> float:
-        """Bytes per second that collectives reach, one direction."""
+        """Link bandwidth that collectives reach in one direction, in bytes per second."""
         return self.link_bandwidth * self.link_fraction
 
 

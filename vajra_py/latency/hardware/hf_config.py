@@ -237,7 +237,7 @@ def _num_expert_layers(keys: _Keys, num_layers: int) -> int:
 
 
 def _sliding(keys: _Keys, family: _Family, num_layers: int) -> tuple[int | None, int]:
-    """Return the window, and the number of layers with a window."""
+    """Return (window in tokens, number of layers with this window); (None, 0) without a window."""
     values = keys.values
     if values.get("sliding_window") is None or values.get("use_sliding_window") is False:
         return None, 0

@@ -32,7 +32,7 @@ class HostOverhead(Struct, frozen=True):
     arrival_s: float = 0.0
     """Time from a request's arrival until it is in the scheduler's queue."""
     first_token_s: float = 0.0
-    """Time from the end of the step that computed a token until the client gets it."""
+    """Time from the end of the step that computed a token until the client gets this token."""
 
     @property
     def request_s(self) -> float:

@@ -32,7 +32,7 @@ class Experts(Struct, frozen=True):
     shared_intermediate_size: int = 0
     """Total width of the shared experts, which every token uses; 0 without shared experts."""
     gates_shared: bool = False
-    """True if a learned gate weights the shared experts (Qwen2-MoE)."""
+    """True if a learned gate scales the output of the shared experts (Qwen2-MoE)."""
 
 
 class ModelSpec(Struct, frozen=True):
@@ -56,7 +56,7 @@ class ModelSpec(Struct, frozen=True):
     mlp_matrices: int = 3
     """Number of matrices of a feed-forward layer: 3 if it is gated (SwiGLU, GeGLU), else 2."""
     extra_layer_parameters: int = 0
-    """Parameters of one layer's norms and biases."""
+    """Number of parameters of one layer's norms and biases."""
     sliding_window: int | None = None
     num_sliding_layers: int = 0
     experts: Experts | None = None
@@ -66,7 +66,7 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def num_dense_layers(self) -> int:
-        """Number of layers with a dense feed-forward part, without experts."""
+        """Number of layers whose feed-forward part is dense, that is, has no experts."""
         return self.num_layers - (self.experts.num_layers if self.experts else 0)
 
     @property
@@ -96,7 +96,7 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def always_used_expert_layer_weights(self) -> int:
-        """Number of weights of an expert layer that every token uses: router, shared experts and their gate."""
+        """Number of those weights of an expert layer that every token uses: router, shared experts and their gate."""
         if self.experts is None:
             return 0
         shared = self.mlp_matrices * self.hidden_size * self.experts.shared_intermediate_size
@@ -104,7 +104,7 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def dense_weights(self) -> int:
-        """Number of weights in all layers' matrices that every token uses, without embeddings and head."""
+        """Number of weights that every token uses in the matrices of all layers, without embeddings and head."""
         total = self.num_layers * self.attention_weights_per_layer + self.num_dense_layers * self.dense_mlp_weights
         return total + (self.experts.num_layers * self.always_used_expert_layer_weights if self.experts else 0)
 
@@ -115,14 +115,14 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def head_weights(self) -> int:
-        """Number of weights of the output layer, which maps a hidden state to logits; it may share them with the
-        embedding table.
+        """Number of weights of the output layer, which maps a hidden state to logits; the layer may share these weights
+        with the embedding table.
         """
         return self.vocab_size * self.hidden_size
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding table and of the head; counted once if they are tied."""
+        """Number of parameters of the embedding table and the head; counted once if the two are tied."""
         return self.head_weights * (1 if self.tied_embeddings else 2)
 
     @property
@@ -133,7 +133,7 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters that one token uses: all, without the experts that it is not routed to."""
+        """Number of parameters that one token uses: all except those of the experts that it is not routed to."""
         if self.experts is None:
             return self.parameters
         idle = self.experts.num_experts - self.experts.experts_per_token

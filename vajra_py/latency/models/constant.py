@@ -10,7 +10,7 @@ from vajra_py.contract.latency import BatchFeatures
 
 
 class ConstantModel(Struct, frozen=True):
-    """Latency model with `step_time_s` for every step, divided equally over `num_stages` stages."""
+    """Latency model in which every step takes `step_time_s`, divided equally over `num_stages` stages."""
 
     step_time_s: float
     num_stages: int = 1
@@ -33,8 +33,8 @@ class ConstantModel(Struct, frozen=True):
 class AffineModel(Struct, frozen=True):
     """Latency model with a base time plus a time per token, request and attended token, all in seconds.
 
-    With `overlap`, the time of tokens and pairs (arithmetic) and that of decodes' cached tokens (memory) overlap: the
-    longer counts.
+    With `overlap`, the time of tokens and pairs (arithmetic) and that of decodes' cached tokens (memory) overlap: only
+    the longer of the two counts.
     """
 
     base_s: float
@@ -78,5 +78,5 @@ class AffineModel(Struct, frozen=True):
         return features.num_tokens * self.per_token_s + features.prefill_attention_pairs * self.per_prefill_pair_s
 
     def _in_turn_s(self, features: BatchFeatures) -> float:
-        """Return the seconds that overlap with nothing."""
+        """Return the seconds of a step that overlap with nothing."""
         return self.base_s + features.num_requests * self.per_request_s + features.swap_bytes * self.per_swap_byte_s

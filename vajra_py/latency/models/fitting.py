@@ -57,7 +57,7 @@ class Measured:
 
 
 def fit_steps(measured: Sequence[Measured]) -> StepFit:
-    """Return the best fit. Raises `ValueError` without measurements."""
+    """Return the best fit to these steps. Raises `ValueError` if there are none."""
     if not measured:
         raise ValueError("fit: there are no measurements")
     features = {
@@ -80,7 +80,8 @@ def fit_steps(measured: Sequence[Measured]) -> StepFit:
 
 
 def held_out_errors(measured: Sequence[Measured], order: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Return relative errors on the first fifth of the shapes in `order`, of a fit to the other shapes.
+    """Return the relative errors of a fit on held-out shapes: the first fifth of `order`; the fit uses the other
+    shapes.
 
     Errors are given by kind of step and for all steps. Each entry has the number of steps, the median and 90th
     percentile of the absolute error, and the mean of the signed error.
@@ -92,7 +93,7 @@ def held_out_errors(measured: Sequence[Measured], order: Sequence[int]) -> dict[
 
 
 def is_steps_table(path: str) -> bool:
-    """Return True for the name of a table of measured steps, False for that of a profile."""
+    """Return True for the name of a table of measured steps, False for the name of a profile."""
     return path.endswith((".csv", ".csv.gz", ".npz", ".parquet"))
 
 
@@ -145,8 +146,8 @@ def errors_of(predict: Callable[[BatchFeatures], float], measured: Sequence[Meas
 
 
 def _knots(values: Sequence[float], singles: int, factor: int) -> list[float]:
-    """Return the knots: 0, the largest value, and those of the first few numbers and of the powers of the factor that
-    leave no segment without values.
+    """Return the knots: 0, the largest value and, between them, every integer up to `singles` and every further power
+    of `factor`, without the knots that would leave a segment without values.
     """
     largest = max(values)
     knots, top = [0.0], 1

@@ -1,10 +1,9 @@
 """Roofline step time where arithmetic, memory traffic and exchanges of a device overlap, or run one after the other.
 
 The work is that of `RooflineModel`, operator by operator; only the degree of overlap of the resources differs. No
-schedule of the operators takes longer than the sum of all times (`none`), or less than the largest sum of one resource
-(`step`). Sources: Zhu et al.,
-"NanoFlow" (2408.12757), overlap over the whole step; Kamath et al., "POD-Attention" (2410.18038), overlap of the two
-kinds of attention.
+schedule of the operators takes longer than the sum of all times (`none`), or less than the largest of the sums by
+resource (`step`). Sources: Zhu et al., "NanoFlow" (2408.12757), overlap over the whole step; Kamath et al.,
+"POD-Attention" (2410.18038), overlap of the two kinds of attention.
 """
 
 from __future__ import annotations
@@ -109,7 +108,9 @@ class OverlappedRooflineModel:
         return busy + self._in_turn_s(features)
 
     def stage_time_s(self, features: BatchFeatures) -> float:
-        """Return the seconds that the slowest stage is busy with this batch; the whole step if there is one stage."""
+        """Return the seconds that the slowest stage is busy with this batch; with a single stage, the seconds of the
+        whole step.
+        """
         if self.num_stages == 1 or not features.num_tokens:
             return self.batch_time_s(features)
         operators, head = self._operators(features)
@@ -133,7 +134,7 @@ class OverlappedRooflineModel:
         return np.fromiter((self.batch_time_s(each) for each in steps), np.float64, num_steps)
 
     def work(self, features: BatchFeatures) -> Work:
-        """Return a step's use of each resource over all stages, without work that never overlaps."""
+        """Return the seconds that a step needs of each resource over all stages, without work that never overlaps."""
         operators, head = self._operators(features)
         return _sum([*operators, head])
 
@@ -148,7 +149,7 @@ class OverlappedRooflineModel:
         return replace(plain, source=f"{plain.source}, {_DESCRIBED[self.overlap]}", kv_blocks=self.kv_blocks)
 
     def _time_s(self, operators: list[Work]) -> float:
-        """Return the seconds of these operators, in the order of `_operators`."""
+        """Return the seconds of these operators with the configured overlap; their order is that of `_operators`."""
         if self.overlap == "none":
             return sum(_sum(operators))
         if self.overlap == "step":
@@ -158,7 +159,9 @@ class OverlappedRooflineModel:
         return sum(map(max, operators))
 
     def _operators(self, features: BatchFeatures) -> tuple[list[Work], Work]:
-        """Return the operators of all layers, attention of prefills and of decodes first, and the head."""
+        """Return (work of each operator over all layers, work of the head); the attention of prefills and that of
+        decodes come first among the operators.
+        """
         layers, step, tokens = self._layers, self._step, features.num_tokens
         operators = [
             self._prefill(features),

@@ -17,7 +17,8 @@ Ints: TypeAlias = NDArray[np.int64]
 
 RECORD_COLUMNS = ("step_index", "num_steps", "gap", "duration", "drift", "bends", "duration_s")
 """Columns of a file of step records, besides `replica_id`: the index of a record's first step, the fields of
-`PackedTimes`, and the duration of every step of the record in seconds, NaN if durations follow from the ticks."""
+`PackedTimes`, and the duration of every step of the record in seconds, or NaN if durations follow from the ticks.
+"""
 
 _EXACT = 2**53
 """Integers below this are exact as floats, so that a division rounds only once."""

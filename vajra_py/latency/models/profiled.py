@@ -29,7 +29,7 @@ from vajra_py.latency.models.variation import Variation
 PROFILE_VERSION = 1
 PROFILE_KIND = "vajra-profile"
 CURVES = ("num_tokens", "decode_context_tokens", "prefill_attention_pairs")
-"""Features with a curve."""
+"""Features whose time is a piecewise-linear curve."""
 COEFFICIENTS = ("num_decodes", "num_prefills", "prefill_context_tokens", "swap_bytes")
 """Features with a constant time per unit."""
 
@@ -47,7 +47,7 @@ class Curve:
         return self.values[index] + self._slope(index) * (x - self.knots[index])
 
     def at_each(self, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the values at all of `x`, bit for bit equal to `at`."""
+        """Return the value at each element of `x`, bit for bit equal to the results of `at`."""
         indices = np.minimum(np.searchsorted(self.knots, x, side="right"), len(self.knots) - 1) - 1
         slopes = np.array([self._slope(index) for index in range(len(self.knots) - 1)])
         values, knots = np.array(self.values), np.array(self.knots)
@@ -72,7 +72,9 @@ class StepFit:
         return self._fixed_s(features) + self.curves["decode_context_tokens"].at(float(features.decode_context_tokens))
 
     def decode_times_s(self, num_decodes: int, contexts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the seconds of steps of `num_decodes` decodes, for each sum of their contexts."""
+        """Return the seconds of a step of `num_decodes` decodes for each element of `contexts`, which is a sum of the
+        decodes' contexts.
+        """
         fixed = self._fixed_s(BatchFeatures(num_decodes=num_decodes))
         return fixed + self.curves["decode_context_tokens"].at_each(contexts)
 
@@ -170,7 +172,7 @@ class ProfiledModel:
     """A `LatencyModel` from a profile.
 
     Attributes:
-        variation: variation of equal steps in simulations (see `VariesSteps`); policies get the mean.
+        variation: variation of equal steps in simulations (see `VariesSteps`); predictions for policies are the mean.
     """
 
     num_stages = 1

@@ -130,7 +130,7 @@ class RecordedModel:
     """Latency model that returns recorded durations to a simulator and makes no predictions.
 
     Policies that need predictions require the setting `backend.simulator.predictions`. To replay a run decision for
-    decision, it must name the latency model that the recorded run's policies used.
+    decision, that setting must name the latency model that the recorded run's policies used.
     """
 
     num_stages = 1

@@ -66,10 +66,12 @@ class LayerCoefficients(Struct, frozen=True):
 
 
 class StepCoefficients(Struct, frozen=True):
-    """Seconds per unit of work outside the layers, and of decode attention."""
+    """Seconds per unit of work, for the work outside the layers and for decode attention."""
 
     decode_key_s: float
-    """Time of decode attention per key, the larger of memory and arithmetic, over the layers with full attention."""
+    """Time of decode attention per key, summed over the layers with full attention: the larger of the times of memory
+    and arithmetic.
+    """
     window_decode_key_s: float
     head_weights_s: float
     head_row_s: float
@@ -112,10 +114,11 @@ class RooflineModel:
         self._products: dict[int, float] = {}
         """Cache of `_products_s` by number of tokens; numbers repeat, since many steps use the whole token budget."""
         self._rows: dict[int, float] = {}
-        """Cache of the times of head and overhead, by number of rows of logits."""
+        """Cache of the time of head plus overhead, by number of rows of logits."""
         self._decode_parts: dict[int, tuple[float, float]] = {}
-        """Cache for steps of decodes only, by number of decodes: time of layers without attention, and time outside the
-        layers."""
+        """Cache for steps of decodes only, by number of decodes: (time of the layers except attention, time outside the
+        layers).
+        """
         self._first_share = self.deployment.num_first_layers / model.num_layers
         self._last_share = self.deployment.num_last_layers / model.num_layers
 
@@ -134,7 +137,9 @@ class RooflineModel:
         return layers + self._outside_s(features, num_tokens)
 
     def stage_time_s(self, features: BatchFeatures) -> float:
-        """Return the seconds that the slowest stage is busy with this batch; the whole step if there is one stage."""
+        """Return the seconds that the slowest stage is busy with this batch; with a single stage, the seconds of the
+        whole step.
+        """
         if self.num_stages == 1:
             return self.batch_time_s(features)
         num_tokens = features.num_tokens
@@ -157,7 +162,7 @@ class RooflineModel:
         """Return the seconds of each of `num_steps` steps of `num_decodes` decodes.
 
         Their contexts sum to `first_context_tokens` in the first step, and each grows by one token per step. The result
-        equals, bit for bit, that of calling `batch_time_s` step by step.
+        equals, bit for bit, the results of calling `batch_time_s` for each step.
         """
         if not num_decodes:
             return np.full(num_steps, self.batch_time_s(BatchFeatures()))
@@ -225,7 +230,7 @@ class RooflineModel:
         }
 
     def _layers_s(self, features: BatchFeatures, num_tokens: int) -> float:
-        """Return the seconds of all layers without decode attention."""
+        """Return the seconds of all layers, except those of decode attention."""
         time = self._products.get(num_tokens)
         if time is None:
             time = self._products[num_tokens] = self._products_s(num_tokens)
@@ -284,7 +289,7 @@ class RooflineModel:
         return sqrt(memory * memory + flops * flops)
 
     def _outside_s(self, features: BatchFeatures, num_tokens: int) -> float:
-        """Return the seconds of head, transfers between stages, overhead and swapping."""
+        """Return the total seconds of head, transfers between stages, overhead and swapping."""
         num_rows = features.num_decodes + features.num_prefills + features.num_draft_tokens
         time = self._rows.get(num_rows)
         if time is None:
@@ -360,7 +365,7 @@ def step_coefficients(deployment: Deployment) -> StepCoefficients:
 
 
 def decode_key_s(deployment: Deployment) -> tuple[float, float]:
-    """Return the seconds of memory and of arithmetic per key of a decode's attention, in one layer."""
+    """Return (seconds of memory, seconds of arithmetic) per key of a decode's attention, in one layer."""
     model, device = deployment.model, deployment.device
     flops = device.attention_flops(deployment.attention_dtype) * deployment.parallelism.tensor
     return deployment.kv_bytes_per_token_per_layer / device.attainable_bandwidth, model.decode_flops_per_pair / flops
@@ -384,8 +389,8 @@ def elementwise_token_s(deployment: Deployment) -> float:
 
 
 def all_reduce_s(deployment: Deployment) -> tuple[float, float]:
-    """Return the seconds per step and per token of all layers' all-reduces, two in each layer (each rank of a ring of t
-    sends 2 (t - 1) / t of the bytes).
+    """Return (seconds per step, seconds per token) of all layers' all-reduces. Each layer has two; in each, every rank
+    of a ring of t ranks sends 2 (t - 1) / t of the bytes.
     """
     model, device, tensor = deployment.model, deployment.device, deployment.parallelism.tensor
     if tensor == 1:

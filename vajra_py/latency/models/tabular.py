@@ -18,7 +18,7 @@ Columns = dict[str, npt.NDArray[np.float64]]
 
 
 def read_columns(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Columns:
-    """Read columns of numbers of equal length from a CSV (also gzip'd), JSON, npz or Parquet file.
+    """Read numeric columns of equal length from a CSV (also gzip'd), JSON, npz or Parquet file.
 
     Returns the needed columns, and those optional ones that the file has. JSON is an object of lists, or a list of
     objects.

@@ -40,9 +40,9 @@ class Variation(Struct, frozen=True):
 
 
 def factors_among(multiples: Sequence[float]) -> Factors:
-    """Return the factors of a sample: the means of its hundredths, relative to its mean.
+    """Return the factors of a sample: the means of its 100 equal parts in ascending order, relative to the mean of all.
 
-    For a sample of at most 100 values, they are all of its values relative to the mean.
+    For a sample of at most 100 values, they are its values relative to their mean.
     """
     number = len(multiples)
     sums = np.concatenate([[0.0], np.sort(np.array(multiples, np.float64)).cumsum()])

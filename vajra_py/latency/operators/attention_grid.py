@@ -42,7 +42,7 @@ class DecodeRow:
         return self.values[index] + self.slopes[index] * (context - self.knots[index])
 
     def at_each(self, contexts: Array) -> Array:
-        """Return the microseconds at each mean context, bit for bit equal to `at`."""
+        """Return the microseconds at each mean context, bit for bit equal to the results of `at`."""
         knots, values, slopes = np.array(self.knots), np.array(self.values), np.array(self.slopes)
         clipped = np.maximum(contexts, knots[0])
         indices = np.minimum(np.searchsorted(knots, clipped, side="right"), len(slopes)) - 1

@@ -77,7 +77,7 @@ class ProfileBundleConfig(MeasuredOperatorsConfig):
         return self.device or bundle_hardware(self.path)
 
     def model_spec(self, bundle: Bundle | None = None) -> ModelSpec:
-        """Return the configured model, else the bundle's, in the bundle's precision.
+        """Return the configured model, else the bundle's model, in the bundle's precision.
 
         Tuned variants have their base model's dimensions.
         """
@@ -98,7 +98,7 @@ class ProfileBundleConfig(MeasuredOperatorsConfig):
         )
 
     def device_spec(self, bundle: Bundle) -> DeviceSpec | None:
-        """Return the configured device, else the bundle's; None if the bundle's is not described."""
+        """Return the configured device, else the bundle's device; None if the bundle's device is not described."""
         if self.device is not None:
             return load_device(self.device)
         try:

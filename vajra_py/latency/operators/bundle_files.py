@@ -52,7 +52,7 @@ class SkewSample(NamedTuple):
     variation: float
     """Standard deviation of the contexts divided by their mean."""
     ratio: float
-    """Time of the unequal batch divided by that of the equal one."""
+    """Time of the batch with unequal contexts divided by that of the batch with equal contexts."""
     num_long: float = 0.0
     """Number of decodes with the longer of two contexts; they come first in the batch."""
     long_over_short: float = 1.0

@@ -1,4 +1,4 @@
-"""A calibration: corrections of a latency model from a measured run, and its errors on data outside the fit."""
+"""A calibration: corrections of a latency model that were fitted to a measured run, and the errors on other data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST_FIGURES = ("step_base_s", "step_per_request_s", "exposed_s", "arrival_s", "
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Fitted values for one model on one GPU."""
+    """Fitted values for one model on one type of GPU, at one tensor-parallel degree."""
 
     model: str
     hardware: str
@@ -32,9 +32,9 @@ class Calibration:
     fitted_on: str
     """Description of the measurements that the values were fitted to."""
     errors: Mapping[str, float] = field(default_factory=dict)
-    """Relative errors of means on held-out requests, by metric."""
+    """Relative error (with sign) of each metric's mean over held-out requests."""
     residuals: Mapping[str, float] = field(default_factory=dict)
-    """Quantiles of the relative residuals of the fitted requests."""
+    """Quantiles of the relative residuals of the fitted requests, by metric and percentile (such as `tpot_p10`)."""
 
     def check_fits(self, bundle: Bundle) -> None:
         """Check that the bundle has the model, GPU and tensor-parallel degree of the calibration.

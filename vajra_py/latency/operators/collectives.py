@@ -49,7 +49,7 @@ class Collectives:
         return seconds
 
     def scores_s(self, sequences: int) -> float:
-        """Return the seconds to gather the logits; each tensor-parallel rank computes those of a part of the
+        """Return the seconds to gather the logits; each tensor-parallel rank computes the logits of a part of the
         vocabulary.
         """
         if self._tensor == 1:

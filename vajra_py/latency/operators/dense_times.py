@@ -20,7 +20,7 @@ TILE = 16
 
 
 class DenseTimes:
-    """Times of the dense layers of one step; `num_mlp_layers` of the layers have no experts (None: all)."""
+    """Times of the dense layers of one step; `num_mlp_layers` of the layers have no experts (None: all layers)."""
 
     def __init__(self, operators: Mapping[str, Samples], num_layers: int, num_mlp_layers: int | None = None) -> None:
         products = {name: one for name, one in operators.items() if name in MATRIX_PRODUCTS}
@@ -53,7 +53,7 @@ def interpolated(sizes: npt.NDArray[np.float64], times: npt.NDArray[np.float64],
 
 
 def summed(operators: Mapping[str, Samples], num_layers: int, num_mlp_layers: int | None = None) -> Samples:
-    """Return the total time of all operators of a step by size, each counted as often as it runs."""
+    """Return the total time of all operators of a step by size; each operator is counted as often as it runs."""
     sizes = np.unique(np.concatenate([one.sizes for one in operators.values()]))
     total = np.zeros(len(sizes))
     for name, samples in operators.items():

@@ -23,7 +23,7 @@ class Routing:
     ranks: int = 1
     """Number of ranks that hold equal shares of the experts (expert parallelism)."""
     imbalance: float = 1.0
-    """Tokens of the fullest rank divided by the mean of the ranks."""
+    """Number of tokens of the fullest rank divided by the mean number per rank."""
     cut: int = 1
     """Number of GPUs over which every expert is divided, in addition to the division of the measured experts."""
 
@@ -67,8 +67,8 @@ class ExpertTimes:
     def layer_us(self, tokens: float) -> float:
         """Return the microseconds of one layer's experts on the fullest rank; `tokens` counts all ranks.
 
-        A GPU with a slice of every expert reads and multiplies as much as a GPU with the same fraction of the experts,
-        whole, if each expert has as many tokens as before.
+        A GPU that holds a slice of every expert reads and multiplies as much as a GPU that holds the same fraction of
+        the experts, each of them whole, if each expert has as many tokens in both cases.
         """
         routing = self._routing
         share = tokens / routing.ranks * (routing.imbalance if routing.ranks > 1 else 1.0)

@@ -24,23 +24,26 @@ from vajra_py.latency.hardware.devices import DeviceSpec
 from vajra_py.latency.operators.bundle_files import Array, SkewSample
 
 FILL_WITHOUT_SPLITS = 0.8
-"""Fraction of the slots, counted as two per multiprocessor. If blocks fill at least as much, contexts are not split."""
+"""Fraction of the slots (two per multiprocessor). If blocks fill at least this fraction, contexts are not split."""
 SLOTS_PER_SM = 2
 BLOCK_BYTES_PER_S = 32 * 1024 / 1e-6
 """Peak bandwidth of one block if a bundle has no measurement of it: 32 KiB in flight over a memory latency of 1 us."""
 MOST_SHARE = 0.3
-"""Upper bound for the share of the bandwidth that one block can use: that of a small GPU with twenty
-multiprocessors."""
+"""Upper bound for the share of the bandwidth that one block can use: the share on a small GPU with twenty
+multiprocessors.
+"""
 BLOCK_ROWS = 64
 """Query rows per block of the split kernel (flash_fwd_launch_template.h)."""
 SHARED_KIB = {80: 164, 86: 100, 87: 164, 89: 100, 120: 100, 121: 100}
-"""Shared memory per multiprocessor by compute capability (CUDA C++ programming guide, technical specifications)."""
+"""Shared memory per multiprocessor in KiB, by ten times the compute capability (CUDA C++ programming guide, technical
+specifications).
+"""
 NUM_ORDERS = 4
 """Number of orders of the sequences over which times are averaged, since only the engine knows the actual order."""
 GOLDEN = 0.6180339887498949
 MOST_FITTED = 2
-"""Number of batch sizes used to fit the peak share: the smallest ones without splits, where a long context has the
-largest effect.
+"""Maximum number of batch sizes used to fit the peak share: the smallest ones without splits, where a long context has
+the largest effect.
 """
 
 
@@ -98,7 +101,9 @@ class DecodeKernel:
         return clock
 
     def ratio(self, sample: SkewSample) -> float:
-        """Return the predicted ratio of a measured batch's time to that with equal contexts, long contexts first."""
+        """Return the predicted ratio of a measured batch's time to the time of a batch with equal contexts of the same
+        mean. In the measured batch, long contexts come first.
+        """
         count, long = int(sample.num_decodes), int(sample.num_long)
         contexts = [sample.long_over_short] * long + [1.0] * (count - long)
         return self.time(contexts) / self.time([1.0] * count)
@@ -136,7 +141,9 @@ class UnequalContexts:
         return found
 
     def _line(self, count: int) -> float:
-        """Return the interpolated value for equal contexts, in units of `time` multiplied by the number of decodes."""
+        """Return the time of a batch with equal contexts (see `time`), multiplied by its number of decodes. This
+        product is interpolated between the measured numbers of decodes.
+        """
         right = bisect_left(self._knots, count)
         high = self._knots[right]
         if high == count or right == 0:
@@ -201,7 +208,7 @@ def fitted_peak_share(samples: Array, kernel: DecodeKernel) -> float:
 def _few_long(samples: Array, kernel: DecodeKernel) -> list[SkewSample]:
     """Return one batch for each of the smallest numbers of decodes whose contexts are not split.
 
-    It is the measured batch with the fewest long contexts, with the median ratio of such batches.
+    It is a measured batch with the fewest long contexts, and its ratio is the median over all batches with as few.
     """
     chosen = []
     alone = samples[(samples[:, 1] == 0) & (samples[:, 4] < samples[:, 0])]

@@ -1,8 +1,9 @@
 """Factors by which unequal decode contexts lengthen attention, from batches with unequal contexts in the profile.
 
 The ratio of the times with unequal and with equal contexts is not a constant of the GPU. A chunk beside the decodes
-lowers it, since the chunk's own attention is not affected: the more, the larger the chunk and its context are. The
-decodes' mean context raises it. So measured ratios are interpolated over all of these and the number of decodes.
+lowers the ratio, since the chunk's own attention is not affected; a larger chunk or a longer context of the chunk
+lowers it more. A longer mean context of the decodes raises it. So measured ratios are interpolated over all of these
+and the number of decodes.
 """
 
 from __future__ import annotations
@@ -52,13 +53,15 @@ def skew_factors(samples: Array, variation: float, axes: Sequence[Array], *, mix
 
 
 def _log2(sizes: Array) -> Array:
-    """Return logarithms in which the distance from context 0 to 1 equals that from 1 to 2."""
+    """Return base-2 logarithms; 0 counts as 0.5, so that the distance from 0 to 1 equals the distance from 1 to 2."""
     found: Array = np.log2(np.maximum(sizes, 0.5))
     return found
 
 
 def _medians(cells: Array, ratios: Array) -> tuple[list[Array], Array]:
-    """Return the values of each coordinate, and medians on their grid; a hole gets the median of the nearest cell."""
+    """Return (distinct values of each coordinate, median ratios on the grid of these values); a hole of the grid gets
+    the median of the nearest cell.
+    """
     from scipy.interpolate import NearestNDInterpolator
 
     known, which = np.unique(cells, axis=0, return_inverse=True)

@@ -36,7 +36,7 @@ class Split:
 
     tensor: int = 1
     data: int = 1
-    """Number of attention ranks that share the experts."""
+    """Number of data-parallel attention ranks that share the experts."""
     expert_parallel: bool = False
 
     @property
@@ -108,7 +108,7 @@ def operators(tables: OperatorTables, model: ModelSpec, split: Split, precision:
 
 
 def _traffic(figures: SystemFigures, bytes_per_token: float) -> Samples:
-    """Return the times of an operator that only moves memory: a kernel's fixed time, and the time of its bytes."""
+    """Return the times of an operator that only moves memory: a kernel's fixed time plus the time to move its bytes."""
     sizes = np.array([1.0, LONGEST_STEP])
     return Samples(sizes, 1e6 * (figures.kernel_latency_s + bytes_per_token * sizes / figures.memory_bandwidth))
 
@@ -171,7 +171,7 @@ def _attention(tables: OperatorTables, model: ModelSpec, split: Split, precision
 
 
 def _decode_line(decodes: Array) -> tuple[Array, Array]:
-    """Return contexts and microseconds of the smallest measured number of decodes."""
+    """Return (contexts, microseconds) of the measurements with the smallest number of decodes."""
     fewest = decodes[decodes[:, 0] == decodes[:, 0].min()]
     order = np.argsort(fewest[:, 1])
     return fewest[order, 1], fewest[order, 2]
@@ -186,7 +186,7 @@ def _behind(lengths: Array, causal: Array, chunk: float, context: float, one_dec
 
 
 def _causal_us(lengths: Array, causal: Array, tokens: float) -> float:
-    """Return the microseconds of a causal prefill without context; above the measured lengths, they grow with the
+    """Return the microseconds of a causal prefill without context; above the measured lengths, the time grows with the
     square of the length.
     """
     if tokens > lengths[-1]:

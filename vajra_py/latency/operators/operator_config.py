@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vajra_py.latency.operators.operator_model import OperatorTablesModel
 
 DEVICES = {"a100_sxm": "a100-80gb-sxm", "rtx_pro_6000_server": "rtx-pro-6000"}
-"""Names of shipped devices by system, where they differ from the system's name with dashes."""
+"""Names of shipped devices by system; for any other system, the name is the system's, with dashes for underscores."""
 
 
 class AiconfiguratorConfig(MeasuredOperatorsConfig):
@@ -86,7 +86,7 @@ class AiconfiguratorConfig(MeasuredOperatorsConfig):
 
     @property
     def device_name(self) -> str:
-        """Name of the system's device among described ones; there may be no such device."""
+        """Name under which the device of this system would be shipped; there may be no such device."""
         return DEVICES.get(self.system, self.system.replace("_", "-"))
 
     def _precision(self) -> Precision:

@@ -48,7 +48,9 @@ class OperatorTablesModel(ProfileBundleModel):
         return self._filled_time_s / self._taken_s if self._taken_s else 0.0
 
     def describe(self) -> ModelDescription:
-        """Describe the model as a bundle, with the fraction of time that was not measured; see `DescribesModel`."""
+        """Describe the model like one from a bundle, with the fraction of time that was not measured; see
+        `DescribesModel`.
+        """
         described = super().describe()
         device = described.device if self.device is not None else self.bundle.hardware.replace("_", "-")
         return replace(described, device=device, filled_fraction=self.filled_fraction)

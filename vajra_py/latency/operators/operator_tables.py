@@ -36,13 +36,13 @@ class SystemFigures:
     """Specifications of a GPU from its system's file."""
 
     memory_bandwidth: float
-    """Bytes per second that streaming kernels reach."""
+    """Memory bandwidth that streaming kernels reach, in bytes per second."""
     kernel_latency_s: float
     memory_bytes: int
 
 
 def tables_folder(given: str | None) -> Path:
-    """Return the folder with `data/`: `given`, else that of the installed package.
+    """Return the folder with `data/`: `given`, else the folder of the installed package.
 
     Raises:
         ConfigError: there is no such folder.
@@ -93,7 +93,7 @@ class OperatorTables:
 
     @property
     def measured_in(self) -> str:
-        """Engine and version of the matrix products."""
+        """Engine and version in which the matrix products were measured."""
         return f"{ENGINES.get(self.engine, self.engine)} {self._version('gemm', self.engine, 'gemm_perf')}"
 
     def figures(self) -> SystemFigures:
@@ -151,7 +151,7 @@ class OperatorTables:
         return any((self.root / operation / (engine or self.engine)).glob(f"*/{name}.parquet"))
 
     def _version(self, operation: str, engine: str, name: str) -> str:
-        """Return the configured version if it has this operation's table, else the newest that does.
+        """Return the configured version if it has this operation's table, else the newest version that has it.
 
         If the configured version lacks the table of matrix products (`gemm`), raise `ConfigError`.
         """
@@ -199,9 +199,9 @@ class GemmTimes:
     """Microseconds of matrix products of one precision, by rows (tokens) and by the matrix's output and input size.
 
     If several kernels were measured, the fastest one counts. Between measured matrix sizes, the time is linear in both
-    sizes; beyond them it grows in proportion to the matrix. 8-bit products were measured together with the conversion
-    of their input, whose parts have their own tables: with `static` scales, the time of the search for the scale is
-    subtracted, and with `fused` conversion the time of the whole conversion.
+    sizes; beyond them it grows in proportion to the size of the matrix. 8-bit products were measured together with the
+    conversion of their input, whose parts have their own tables: with `static` scales, the time of the search for the
+    scale is subtracted, and with `fused` conversion the time of the whole conversion.
     """
 
     def __init__(self, tables: OperatorTables, precision: str, conversion: str = "dynamic") -> None:
@@ -234,7 +234,9 @@ class GemmTimes:
                 self._cube[:, j] = np.maximum(self._cube[:, j] - line, LEAST_LEFT * self._cube[:, j])
 
     def samples(self, outputs: float, inputs: float) -> tuple[Samples, bool]:
-        """Return the times of one matrix by tokens, and True if it lies beyond the measured sizes."""
+        """Return the times of the product with one matrix, by number of tokens, and True if the matrix is larger than
+        the measured ones.
+        """
         factor, beyond = 1.0, False
         if outputs > self._outputs[-1]:
             factor, outputs, beyond = outputs / self._outputs[-1], float(self._outputs[-1]), True
@@ -267,7 +269,7 @@ class GemmTimes:
 
 
 def fastest(sizes: Array, times_ms: Array) -> tuple[Array, Array]:
-    """Return the sizes, and the time of the fastest kernel at each, in microseconds."""
+    """Return (sizes, microseconds of the fastest kernel at each size)."""
     knots, places = np.unique(sizes, return_inverse=True)
     best = np.full(len(knots), np.inf)
     np.minimum.at(best, places, 1e3 * times_ms)
@@ -275,7 +277,7 @@ def fastest(sizes: Array, times_ms: Array) -> tuple[Array, Array]:
 
 
 def _neighbours(knots: Array, at: float) -> list[tuple[int, float]]:
-    """Return (position, weight) of each measured size around `at`."""
+    """Return (position, interpolation weight) of each measured size next to `at`."""
     if at <= knots[0]:
         return [(0, 1.0)]
     upper = int(np.searchsorted(knots, at))

@@ -80,7 +80,7 @@ class _DecodeBatch:
 
     fixed_s: float
     least_s: float
-    """Lower bound of the step's time: the host's time if it overlaps the GPU's, else 0."""
+    """Lower bound of the step's time: the host's time if it overlaps with the GPU's time, else 0."""
     per_us_s: float
     """Seconds of the step per microsecond of one layer's attention."""
     row: DecodeRow
@@ -90,7 +90,9 @@ class _DecodeBatch:
         return max(self.fixed_s + self.per_us_s * self.row.at(mean_context), self.least_s)
 
     def run_times_s(self, contexts: range, num_decodes: int) -> list[float]:
-        """Return the seconds for each of several ascending sums of contexts, bit for bit equal to `time_s`."""
+        """Return the seconds for each of several ascending sums of contexts, bit for bit equal to the results of
+        `time_s`.
+        """
         row, fixed, scale, least = self.row, self.fixed_s, self.per_us_s, self.least_s
         knots, values, slopes, last = row.knots, row.values, row.slopes, len(row.slopes) - 1
         index = min(bisect_right(knots, contexts[0] / num_decodes), last + 1) - 1 if contexts[0] else 0
@@ -104,7 +106,7 @@ class _DecodeBatch:
         return times
 
     def times_s(self, mean_contexts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the seconds for each mean context, bit for bit equal to `time_s`."""
+        """Return the seconds for each mean context, bit for bit equal to the results of `time_s`."""
         times: npt.NDArray[np.float64] = self.fixed_s + self.per_us_s * self.row.at_each(mean_contexts)
         return np.maximum(times, self.least_s)
 
@@ -127,7 +129,7 @@ class ProfileBundleModel:
         self.bundle = bundle
         self.model = model
         self.num_fallback = 0
-        """Number of predictions by the fallback; results do not depend on it."""
+        """Number of predictions made by the fallback model; results do not depend on this count."""
         self.options = options
         self.device = device
         self._scale = {name: options.scales.get(name, 1.0) for name in SCALES}
@@ -147,9 +149,9 @@ class ProfileBundleModel:
         )
         self._head = summed(bundle.per_sequence, 1)
         self._of_tokens_s: dict[int, float] = {}
-        """Seconds of everything except attention, head and host, by tokens."""
+        """Seconds of everything except attention and the terms of `_of_sequences`, by number of tokens."""
         self._of_sequences_s: dict[int, tuple[float, float]] = {}
-        """(seconds of head and host, minimum seconds of the step), by sequences."""
+        """Results of `_of_sequences`, by number of sequences."""
         self._largest_tokens = min(float(one.sizes[-1]) for one in bundle.dense.values())
         reach, largest = options.reach, self._attention.largest
         self._reached = (
@@ -178,7 +180,7 @@ class ProfileBundleModel:
         return self.options.host
 
     def batch_time_s(self, features: BatchFeatures) -> float:
-        """Return the seconds of the step; without tokens, those of copying the swapped bytes.
+        """Return the seconds of the step; without tokens, the seconds of copying the swapped bytes.
 
         Raises:
             ExecutorError: a size is beyond the reach of the tables, and there is no fallback.
@@ -275,7 +277,7 @@ class ProfileBundleModel:
         )
 
     def _host_s(self, num_requests: int) -> tuple[float, float]:
-        """Return the seconds that the host adds to a step, and the minimum seconds of the step."""
+        """Return (seconds that the host adds to a step, minimum seconds of the step)."""
         host = self.options.host
         busy = host.step_base_s + host.step_per_request_s * self._per_rank(num_requests)
         return (host.exposed_s, busy) if host.asynchronous else (busy, 0.0)
@@ -327,7 +329,7 @@ class ProfileBundleModel:
         return bool(merged or swap_bytes or drafts) or self._ranks > 1 or tokens > self._longest_chunk
 
     def _of_sequences(self, sequences: int) -> tuple[float, float]:
-        """Return the seconds of head and host, and the minimum seconds of the step."""
+        """Return (seconds of head, gather of the logits and host together, minimum seconds of the step)."""
         added, least = self._host_s(sequences)
         added += self._head_s(sequences) + self._gathered_s(sequences)
         found = self._of_sequences_s[sequences] = (added, least)
@@ -365,7 +367,9 @@ class ProfileBundleModel:
         return parts
 
     def _chunk_us(self, chunk: float, context: float, decodes: int, mean: float) -> tuple[float, float]:
-        """Return the microseconds of one layer's attention: for the chunk alone, and for the chunk with the decodes."""
+        """Return the microseconds of one layer's attention: (for the chunk alone, for the chunk together with the
+        decodes).
+        """
         # A chunk longer than all measured ones counts as several equal chunks, each with the earlier ones as context.
         number = max(1, -(-int(chunk) // int(self._longest_chunk)))
         part, middle = chunk / number, context + (chunk - chunk / number) / 2.0
@@ -375,7 +379,7 @@ class ProfileBundleModel:
         return number * one, (number - 1) * one + self._attention.mixed(decodes).at(part, middle, mean)
 
     def _token_parts(self, rank_tokens: int, all_tokens: int) -> dict[str, float]:
-        """Return the seconds of dense layers, experts and collectives (other than that of the logits), by part.
+        """Return the seconds of dense layers, experts and collectives (except the gather of the logits), by part.
 
         `rank_tokens` is the number of tokens on the fullest rank, `all_tokens` that on all ranks.
         """

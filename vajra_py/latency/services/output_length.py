@@ -44,7 +44,7 @@ class UnansweredLengths:
         self._asked = asked
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """Return None, and add the policy's name to the set."""
+        """Return None, and record the name of the policy that requests an estimate."""
         self._asked.add(self._policy)
         return None
 
@@ -55,7 +55,9 @@ class ConstantLengths(Struct, frozen=True):
     estimate: LengthEstimate
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """Return the estimate, bounded by the tokens that the request has generated and may generate."""
+        """Return the estimate: at least the number of tokens that the request has generated, at most the number that it
+        may generate.
+        """
         return _within(self.estimate, cast(RequestView, request))
 
 
@@ -119,7 +121,7 @@ def _interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 
 class HistoryLengths:
-    """Predictor from the outputs that ended last, conditioned on the tokens that a request has generated.
+    """Predictor from the outputs that ended most recently, conditioned on the tokens that a request has generated.
 
     `window` is the number of lengths kept, per tenant or over all tenants. There is no estimate before the first output
     has ended, nor for a request that has generated at least as many tokens as the longest of these outputs.
@@ -175,7 +177,7 @@ class NoisyOracleLengths(Struct, frozen=True):
     seed: int
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """Return an estimate whose median is the true length with its error.
+        """Return an estimate whose median is the true length times the request's random factor.
 
         Mean and 90th percentile are those of the log-normal distribution with this median.
         """
@@ -195,7 +197,7 @@ class NoisyOracleLengths(Struct, frozen=True):
 def refuse_oracle(kind: str, where: str) -> None:
     """Raise `ConfigError` if `kind` is an oracle, since the output lengths of clients' requests are unknown.
 
-    `where` is the name of the setting with the kind.
+    `where` is the name of the setting that selects `kind`.
     """
     if kind in ORACLES:
         message = f"the output lengths of clients' requests are not known in advance (got {kind!r})"
@@ -204,13 +206,13 @@ def refuse_oracle(kind: str, where: str) -> None:
 
 
 def seed_from(random_stream: Callable[[str], object]) -> int:
-    """Return the seed of the noisy oracle, drawn from its own random stream of the run."""
+    """Return the seed of the noisy oracle, drawn from the oracle's own random stream."""
     stream = random_stream("output_length.noisy_oracle")
     return int(stream.integers(0, 2**62))  # type: ignore[attr-defined]
 
 
 def _within(estimate: LengthEstimate, request: RequestView) -> LengthEstimate:
-    """Return the estimate, at least the generated tokens and at most the request's maximum."""
+    """Return the estimate, raised to the number of generated tokens and limited to the request's maximum."""
     low, high = request.num_output_tokens, request.max_tokens
     return LengthEstimate(
         min(max(estimate.mean_tokens, low), high),

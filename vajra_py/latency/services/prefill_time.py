@@ -19,8 +19,9 @@ class PrefillTimeTable:
 
     A prompt's time is the sum of the predicted times of its chunks, each predicted by `latency` once. Chunk sizes are
     those that `solo_chunk_size` returns along one endless prompt, so only the last chunk depends on the prompt's
-    length: it is cut off at the end of the prompt. With `num_stages` above 1, chunks follow one another through the
-    pipeline without waiting, and the time is divided by the number of stages.
+    length: it is cut off at the end of the prompt, or extended to this end if the scheduler allows a larger last chunk.
+    With `num_stages` above 1, chunks follow one another through the pipeline without waiting, and the time is divided
+    by the number of stages.
     """
 
     def __init__(self, latency: LatencyModel, solo_chunk_size: SoloChunkSize, num_stages: int = 1) -> None:

@@ -42,7 +42,9 @@ class SyntheticConfig(WorkloadOptions, Lengths):
         )
 
     def mean_rate(self) -> float | None:
-        """Return the rate of the arrivals; None for arrivals at once, a closed loop, and limited piecewise rates."""
+        """Return the rate of the arrivals; None for arrivals at once, a closed loop, and piecewise rates that are cut
+        by `num_requests` or `duration_s`.
+        """
         if isinstance(self.arrivals, PiecewiseConstant):
             return self.arrivals.rate if self.num_requests is None and self.duration_s is None else None
         return None if isinstance(self.arrivals, AtOnce | ClosedLoop) else self.arrivals.rate

@@ -96,8 +96,8 @@ def read_burstgpt(
 
     Columns: `Timestamp` (seconds), `Model`, `Request tokens`, `Response tokens`, `Total tokens`, `Log Type`. The clock
     starts at the first request kept. Failures (0 response tokens) are dropped and counted unless `drop_empty` is false.
-    `model` and `log_type` keep only the rows with that value; both become metadata of each request. Source: Wang et
-    al., BurstGPT, arXiv 2401.17644.
+    `model` and `log_type` keep only the rows with the given value; both become metadata of each request. Source: Wang
+    et al., BurstGPT, arXiv 2401.17644.
 
     Raises:
         WorkloadError: the file is not as described (the error gives the line), or no row is left.
@@ -153,8 +153,8 @@ def read_lengths(
 ) -> Workload:
     """Read a file of prompt and output lengths under any of the usual column names, with or without arrivals.
 
-    A column of tenants is read too, and one of chained prefix block ids (`prefix_block_ids_16` holds the ids of the
-    prompt's full 16-token blocks).
+    A column of tenants is read too, and so is a column of chained prefix block ids (`prefix_block_ids_16` holds the ids
+    of the prompt's full 16-token blocks).
 
     Args:
         file: CSV file with a header.
@@ -200,7 +200,9 @@ def _stem(file: Path) -> str:
 
 
 def _common_columns(header: Sequence[str]) -> dict[str, str]:
-    """Return the columns of a header with a usual name, by field; earlier names in `COMMON_NAMES` take precedence."""
+    """Return those columns of a header that have a usual name, by field; earlier names in `COMMON_NAMES` take
+    precedence.
+    """
     lowered = {name.lower(): name for name in reversed(header)}
     found = ((key, next((lowered[n] for n in names if n in lowered), None)) for key, names in COMMON_NAMES.items())
     return {key: name for key, name in found if name is not None}
