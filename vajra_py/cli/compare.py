@@ -57,7 +57,7 @@ def compare(  # noqa: PLR0913 - one argument for each option
     metrics: tuple[str, ...],
     columns: tuple[str, ...],
 ) -> None:
-    """Compare RUNS: folders of runs, or folders that hold runs (such as a sweep's)."""
+    """Compare RUNS: run folders, or folders that contain run folders (such as a sweep's)."""
     from vajra_py.experiment.runs.folder import find_all_runs
     from vajra_py.metrics.comparison.comparison import compare as compare_runs
     from vajra_py.metrics.runs.naming import load_runs

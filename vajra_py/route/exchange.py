@@ -183,8 +183,8 @@ class Exchange:
             self.routed.kv_params = None  # without KV, the decode server also computes the prompt
             session.answer(self.routed, 1, PROMPT, f"server {place}: {fault}")
             if fault.is_down:
-                # `lose` places again the requests that are still in transfer from this server. So requests with
-                # computed prompts first go on to their decode servers.
+                # `lose` places requests again that have not left this server yet, even if it has computed their
+                # prompts. So these requests are sent on to their decode servers first.
                 session.hand_on()
                 session.lose(place, str(fault))
             return

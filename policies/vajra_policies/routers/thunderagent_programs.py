@@ -142,7 +142,7 @@ class ProgramTable:
         return min(free, key=used.__getitem__, default=None)
 
     def least_bad(self, now: float) -> ReplicaKey | None:
-        """Return the replica with the most room; tokens of a program whose tool runs count less the longer it runs."""
+        """Return the replica with the most room. While a program's tool runs, the program's tokens count less and less."""
         left = dict(self.capacity)
         for one in self.programs.values():
             if one.is_paused or one.replica not in left:

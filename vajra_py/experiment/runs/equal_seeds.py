@@ -48,7 +48,7 @@ class SettingSeeds:
         return copies_sentence(num_seeds, num_runs) if num_runs < num_seeds else ""
 
     def copies_of(self, point: int) -> list[int]:
-        """Return the other points whose runs would equal the run of `point`."""
+        """Return the points that are not run because their runs would equal that of `point`, which is one of `kept`."""
         return [one for one, first in zip(self.points, self.original, strict=True) if first == point and one != point]
 
 

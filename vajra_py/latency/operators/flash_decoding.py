@@ -1,11 +1,11 @@
 """Model how FlashAttention 2 distributes a batch of decodes over a GPU, and the cost of unequal contexts.
 
 One thread block computes one sequence of one KV head, and a multiprocessor runs as many blocks as fit into its shared
-memory. FlashAttention 2 splits contexts over several blocks only while sequences times KV heads fill less than 0.8 of
-two blocks per multiprocessor (`num_splits_heuristic` in its flash_api.cpp). Splits are small and spread evenly, so only
-the sum of the contexts matters. Without splits, blocks start in order: all sequences of the first KV head, then those
-of the next. Running blocks share the memory bandwidth, but a block that outlasts the others cannot use more than its
-own peak, so the GPU waits for the longest context.
+memory. FlashAttention 2 splits contexts over several blocks only if there are fewer than 1.6 blocks (sequences times KV
+heads) per multiprocessor (`num_splits_heuristic` in its flash_api.cpp). With splits, blocks are small and spread
+evenly, so only the sum of the contexts matters. Without splits, blocks start in order: all sequences of the first KV
+head, then those of the next. Running blocks share the memory bandwidth, but a block that outlasts the others cannot use
+more than its own peak, so the GPU waits for the longest context.
 """
 
 from __future__ import annotations

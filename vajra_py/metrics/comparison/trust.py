@@ -55,7 +55,9 @@ def warnings_of(settings: Sequence[Setting], comparison: ComparedSettings) -> li
 
 
 def _of_chance(settings: Sequence[Setting], comparison: ComparedSettings) -> list[tuple[str, list[str]]]:
-    """Return warnings about chance: settings with one seed only, and intervals that are too wide to be informative."""
+    """Return warnings about chance and length: settings with one seed only, intervals that are too wide to be
+    informative, and single runs that are too short for a P99 or begin with a warm-up.
+    """
     warnings = []
     single = [setting.name for setting in settings if _is_of_one_seed(setting)]
     if single and len(settings) > 1:

@@ -92,7 +92,7 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """Given name, by default that of the folder without the digest suffix of a sweep's folders."""
+        """Name passed to the constructor; by default, the folder's name without the digest that a sweep appends."""
         return self._name or re.sub(r"(?<=.)-[0-9a-f]{8}$", "", self.path.resolve().name)
 
     def renamed(self, name: str) -> RunData:

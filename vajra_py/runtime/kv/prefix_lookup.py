@@ -30,8 +30,8 @@ class PrefixLookup:
         self.idle_version = -1
 
     def survives(self, pool: BlockPool) -> bool:
-        """Return True if it is certain that all found blocks can still be found; the cost grows only with the number of
-        blocks removed since the lookup.
+        """Return True if it is certain that all found blocks can still be found. Apart from a set of the found blocks,
+        which is built once, the cost grows only with the number of blocks removed since the lookup.
         """
         if self.removed_epoch != pool.removed_epoch:
             return False

@@ -82,8 +82,8 @@ def reset_cache(replica: Replica, now: float) -> Sequence[Request]:
     leaving = [one for one in replica.lifecycle.held if one.state is RequestState.HELD]
     for request in held:
         replica.lifecycle.lose_memory(request, now)
-    # Requests that do not run, but whose KV is on this replica: those held for a hand-off, and those that have arrived
-    # by one or whose load has ended.
+    # Requests that do not run, but whose KV is on this replica: those held for a hand-off, those that a hand-off
+    # has brought here, and those whose KV load has ended.
     for request in [*leaving, *replica.running_set.arrived]:
         request.set_computed(0)
         request.move_to(RequestState.PREEMPTED)
