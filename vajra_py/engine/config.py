@@ -275,7 +275,9 @@ class ModelBackendConfig(Section):
         raise NotImplementedError
 
     def runner_options(self, replica: ReplicaConfig, num_stages: int, num_threads: int | None) -> RunnerOptions:
-        """Return the options of the runner that a replica's worker loads; `placed` then chooses the GPU for `cuda`."""
+        """Return the options of the runner that a replica's worker loads. For the device `cuda`, `worker.placed` chooses
+        the GPU later.
+        """
         raise NotImplementedError
 
     @property

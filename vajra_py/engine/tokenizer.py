@@ -228,8 +228,8 @@ class PieceStream:
 class WindowStream:
     """Text stream for tokens that may be decoded differently depending on their neighbours.
 
-    Only the last few tokens are decoded again together with new ones, from the tokens of the last emitted text (at
-    `_prefix`) on, since a tokenizer may also decode the first token of a sequence differently.
+    New tokens are decoded together with the tokens of the last emitted text (those from `_prefix` on), since a tokenizer
+    may also decode the first token of a sequence differently. Earlier tokens are not decoded again.
     """
 
     __slots__ = ("_prefix", "_read", "_token_ids", "_tokenizer")

@@ -243,8 +243,8 @@ class ManagedKv(WithoutKvExtras):
         return tuple([block.block_id for block in part] for part in parts)
 
     def numbers_at_end(self, request: KvRequest, num_tokens: int) -> tuple[list[int], ...]:
-        """Free an ending request's blocks before the windows; return vLLM's numbers of the blocks of its first
-        `num_tokens` tokens, 0 for freed ones.
+        """Free the blocks of an ending request that lie before its sliding windows. Return vLLM's numbers of the blocks
+        of its first `num_tokens` tokens, with 0 for each freed block.
         """
         self._leave_behind(self._held[request])
         self._version += 1

@@ -46,8 +46,8 @@ class SegmentSpace(Struct, frozen=True):
         return (self.label, number) if self.label else number
 
     def renamed(self, prefix: str, *, share: bool) -> SegmentSpace:
-        """Return the space for the requests after `prefix` is put before their ids; with `share`, only the ids of
-        outputs change.
+        """Return the space that applies once `prefix` has been put before the request ids. With `share`, only the ids
+        of outputs change.
         """
         if self.kind == "output":
             return SegmentSpace("output", prefix + self.label)

@@ -135,7 +135,8 @@ def block_bootstrap(
 ) -> Workload:
     """Concatenate blocks of the workload, at uniformly random starts, until they are as long as the workload.
 
-    Exactly one size of blocks is given: `block_s` in seconds, or `block_requests` in units. With `block_s`, the sample
+    Exactly one size of blocks is given: `block_s`, a duration in seconds, or `block_requests`, a number of units (see
+    the module). With `block_s`, the sample
     has the duration of the workload, and its number of requests varies. With `block_requests`, it has the same number
     of units, each at its recorded gap after the previous one, and its duration varies. A unit belongs entirely to the
     block that contains its first request. `first` ends the sample after that many requests if each unit is a single

@@ -35,7 +35,7 @@ class MinChunkHold(FixedChunk):
 
     Held chunks are computed together once they have `min_chunk` tokens in total, or when no request decodes; each is
     held for at most `max_delay_steps` steps. Most steps with prompts then have enough tokens to be worth their fixed
-    cost, and all other steps are pure decode steps; the delay is bounded.
+    cost; the delay is bounded.
 
     This pays if a step with prompts has a fixed cost (kernels underused by a small chunk, no CUDA graph); if step times
     are linear in tokens, it delays first tokens for nothing.

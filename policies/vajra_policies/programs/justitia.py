@@ -126,7 +126,7 @@ SPEC = PolicySpec(
     summary="Agents one after the other, in the order in which they would end if all shared the memory evenly.",
     source="Justitia (arXiv:2510.17015)",
     advice=(
-        "Use it for agents with many parallel calls: they end one after the other, hardly any of them later than "
+        "Use it for agents with many parallel calls: the agents end one after the other, hardly any of them later than "
         "under even sharing. Not where costs cannot be estimated beforehand."
     ),
 )

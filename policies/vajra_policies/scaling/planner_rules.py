@@ -161,15 +161,15 @@ class EngineModel(Protocol):
     """Predictions for one replica."""
 
     def ttft_s(self, load: EngineLoad, *, queue_scale: float, kv_scale: float | None) -> float:
-        """Return the TTFT in seconds of a request that arrives now, with the queue multiplied by `queue_scale`.
+        """Return the TTFT in seconds of a request that arrives now; `queue_scale` scales the queued prompt tokens.
 
-        `kv_scale` multiplies the number of decodes, and their context tokens together with those of requests that wait
-        to decode; None: only the scheduled decodes count, unscaled.
+        `kv_scale` scales the number of decodes, and the context tokens of decodes and of requests that wait to decode.
+        None: nothing is scaled, and requests that wait to decode are left out.
         """
 
     def itl_s(self, load: EngineLoad, *, scale: float, counts_prefill: bool) -> float:
-        """Return the time between tokens in seconds. `scale` multiplies the number of decodes, and their context tokens
-        together with those of requests that wait to decode. With `counts_prefill`, tokens of queued prompts count as
+        """Return the time between tokens in seconds. `scale` scales the number of decodes, and the context tokens of
+        decodes and of requests that wait to decode. With `counts_prefill`, tokens of queued prompts count as
         context tokens too.
         """
 

@@ -25,7 +25,7 @@ COPIED = "All seeds give equal requests and nothing else is random: one run, no 
 """Reason why a setting of several seeds counts as one observation; a sentence without its full stop."""
 HOW = "In `workload`, `window: random`, `bootstrap` and `thin` draw replications from a trace."
 MEASURED = "measured times"
-"""Name of measured step times in a sentence on what varies between runs with equal requests."""
+"""What `same_load_sentence` calls measured step times, if they vary between runs with equal requests."""
 _TIMES = ("arrived_at", "first_token_at", "ended_at")
 _LOAD = ("num_prompt_tokens", "num_output_tokens", "tenant", "slo_class")
 

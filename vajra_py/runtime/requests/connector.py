@@ -295,8 +295,9 @@ class ConnectedKv:
         return max(num_blocks, min(num_wanted, running_set.memory.num_blocks))
 
     def _num_reserved(self) -> int:
-        """Return the number of blocks that requests whose prompts are being loaded or computed still need, for their
-        known tokens and their first decode step with drafts, plus the blocks for drafts of the request to be loaded.
+        """Return the number of blocks to keep free for prompts in progress: blocks for the known tokens and the first
+        decode step with drafts of requests whose KV is being loaded or whose prompts are only partly computed, plus the
+        blocks for drafts of the request whose load is about to begin.
         """
         memory, ahead = self._running_set.memory, self.rules.draft_tokens
         partial = (one for one in self._running_set.partial if one not in self._whole)
