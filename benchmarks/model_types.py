@@ -181,10 +181,10 @@ def page(results: Mapping[str, tuple[str, str]]) -> str:
 
 PAGE = """# Models
 
-Causal language models of transformers that the [engine](../engine.md) runs. A model's attention must go
-through transformers' attention interface. A self-check at load time compares a few ragged steps over
-paged memory with the model's own eager attention, and refuses models that differ, with the reason. So
-types that are not listed may run, and listed ones are checked again each time.
+This page lists the causal language models of transformers that the [engine](../engine.md) runs. A model's
+attention must go through transformers' attention interface. A self-check at load time compares a few ragged steps over
+paged memory with the model's own eager attention, and refuses models that differ, with the reason.
+Types that are not listed may therefore run, and listed types are checked again at each load.
 
 For the self-check of a mixture of experts, every token goes to the experts that the model's own pass chose for
 it: in 16 bits, rounding would otherwise decide between experts that a router scores almost equally.
@@ -198,7 +198,7 @@ docs/reference/models.md` writes this page.
 
 ## Tested families
 
-These run on the engine's own forward pass: {fused}. Tests compare logits and tokens with transformers'
+These types run on the engine's own forward pass: {fused}. Tests compare logits and tokens with transformers'
 over chunked, mixed, preempted and swapped schedules.
 
 ## Passed, on transformers' modules ({num_modules})
@@ -208,11 +208,11 @@ over chunked, mixed, preempted and swapped schedules.
 ## Notes
 
 Multi-head latent attention (`deepseek_v2`, `deepseek_v3` and others) runs as attention over full keys
-and values, not over the latent: a token of DeepSeek-V3 takes 61 layers × 128 heads × (192 + 128) × 2
-bytes = 5.0 MB in bfloat16, 71 times its latent.
+and values, not over the latent: a token of DeepSeek-V3 takes 61 layers × 128 heads × (192 + 128) × 2 bytes =
+5.0 MB in bfloat16, 71 times the size of the token's latent.
 
 Greedy tokens of every type that runs are compared with transformers' over random schedules of chunks,
-decodes, preemptions, swaps and shared prefixes. Run more with
+decodes, preemptions, swaps and shared prefixes. Run more schedules with
 `VAJRA_FUZZ_SCHEDULES=20 pytest tests/engine/compute/test_compute_all_families.py`. Replicas of
 [several ranks](../engine.md#spread-a-replica-over-several-ranks) support some types only.
 

@@ -123,7 +123,10 @@ def test_a_prioritizer_declares_how_keys_move_or_its_card_tells_what_long_queues
 ) -> None:
     page = (repository_root / "docs" / "reference" / "policies.md").read_text(encoding="utf-8")
     card = " ".join(page.partition(f"\n### {name}\n")[2].partition("\n### ")[0].split())
-    told = re.search(r"a step of a queue of 10,000 takes ([\d.,]+)( to [\d.,]+)? times `fcfs`'s", card)
+    told = re.search(
+        r"a step with 10,000 waiting requests(?: of 1,000 programs)? takes ([\d.,]+)( to [\d.,]+)? times the CPU time of a step under `fcfs`",
+        card,
+    )
     prioritizer = Harness(name, "round_robin", "fixed_chunk", HarnessOptions()).prioritizer
     motion = prioritizer.key_motion
     if motion in (KeyMotion.ARBITRARY, KeyMotion.VOLATILE):
