@@ -147,8 +147,8 @@ class Mooncake:
     def _predicted_tbt_s(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], prompt_done_at: float
     ) -> float:
-        """Return the predicted seconds of a decode step of the least loaded replica. With the rule `predicted_load`, it
-        is a step of a replica with the mean load that is predicted for `prompt_done_at`.
+        """Return the predicted seconds of a decode step of the least loaded replica. With the rule `predicted_load`,
+        the step is that of a replica with the mean load predicted for the time `prompt_done_at`.
         """
         if not replicas:
             return 0.0

@@ -46,7 +46,7 @@ class MooncakeConductor(BindsOnArrival):
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """Return the replica with the least predicted time among those that are up; for a request with a computed
-        prompt, the one with the fewest requests.
+        prompt, the replica with the fewest requests.
         """
         self._forget(request)
         up = those_up(replicas)

@@ -135,8 +135,8 @@ class Preparer:
         return _Route(facts, candidates, tokenizer)
 
     def _longest(self, wanted: Wanted) -> int:
-        """Return the maximum number of tokens, prompt plus output, that a request may have on the replicaset with the
-        highest limit among those that serve its model.
+        """Return the limit on a request's prompt plus output, in tokens: the highest limit of the replicasets that
+        serve the request's model.
         """
         behind = self._catalogue.behind(wanted.body.model)
         return max(self._session.prompt_limits(name).max_request_tokens for name in behind)
