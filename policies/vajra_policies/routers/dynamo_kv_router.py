@@ -83,8 +83,8 @@ class CostRouter(BindsOnArrival):
         """Blocks and tokens that are active at each replica."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica with the least cost or, if `router_temperature` is above 0, a random replica; lower costs
-        are more probable.
+        """Return the replica with the least cost or, if `router_temperature` is above 0, a random replica; replicas
+        with lower costs are more probable. None if no replica is up.
         """
         up = figures.those_up(replicas)
         if not up:

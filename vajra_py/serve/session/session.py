@@ -171,7 +171,7 @@ class EngineSession:
 
     @property
     def num_replicas_up(self) -> int:
-        """Number of replicas that are up."""
+        """Number of replicas that are up; 0 unless the session is ready or draining."""
         if self.engine is None or self.state not in (SessionState.READY, SessionState.DRAINING):
             return 0
         return sum(not one.is_lost for one in self.engine.replicas.values())
