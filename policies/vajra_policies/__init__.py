@@ -107,7 +107,7 @@ def vajra_routing_parts() -> list[RoutingPartSpec]:
 
 @hookimpl
 def vajra_scalers() -> list[ScalerSpec]:
-    """Return the built-in scalers of replicasets, which are imported by this call."""
+    """Return the built-in scalers of replicasets; this call imports the scalers."""
     from vajra_policies.scaling import dynamo_planner, target_utilization
 
     return [target_utilization.SPEC, dynamo_planner.SPEC]
@@ -115,7 +115,7 @@ def vajra_scalers() -> list[ScalerSpec]:
 
 @hookimpl
 def vajra_retention_policies() -> list[RetentionSpec]:
-    """Return the built-in retention policies, which are imported by this call."""
+    """Return the built-in retention policies; this call imports the policies."""
     from vajra_policies.retention import (
         age,
         arc,

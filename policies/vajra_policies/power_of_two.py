@@ -43,7 +43,9 @@ class PowerOfTwo(BindsOnArrival):
         self._stream = stream
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the less loaded of two random replicas."""
+        """Return the less loaded of two random replicas that are up. If only one replica is up, return this one; if
+        none is up, None.
+        """
         up = those_up(replicas)
         if len(up) < 2:
             return up[0].replica_id if up else None

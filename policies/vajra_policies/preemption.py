@@ -1,4 +1,6 @@
-"""Preemption mode: the parameter shared by Vajra's replica schedulers, its check, and preemption with a fallback."""
+"""Preemption mode: the parameter that Vajra's replica schedulers share, the check of this parameter, and preemption
+with a fallback.
+"""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ class Preemptive(FixedChunk):
         batch: BatchBuilder,
         paused: frozenset[RequestView] = frozenset(),
     ) -> None:
-        """Add requests from the heads of both queues, the more urgent head first. `paused` requests are the last ones
-        of `running`; they are not added, but may be preempted.
+        """Add requests from the heads of `running` and `waiting`, each time the more urgent of the two heads. `paused`
+        requests are the last ones of `running`; they are not added, but may be preempted.
         """
         queued = next(waiting, None)
         while batch.slots_left > 0 and self._room(batch) > 0:
@@ -87,13 +87,13 @@ class Preemptive(FixedChunk):
                 break
 
     def _takes_all(self, replica: LocalReplicaView, batch: BatchBuilder) -> bool:
-        """Return True if no request waits, and there is a slot, a token and a free block for each running one."""
+        """Return True if no request waits, and there is a slot, a token and a free block for each running request."""
         limit = min(batch.slots_left, batch.free_blocks, self._room(batch))
         return not replica.num_waiting and replica.num_running <= limit
 
     def _tokens(self, request: RequestView, behind: list[RequestView], batch: BatchBuilder) -> int:
-        """Return the request's tokens in this step: its remaining tokens, limited so that one token is left for each
-        decode behind it that has a slot.
+        """Return the request's number of tokens in this step: its remaining tokens, reduced so that one token of the
+        budget is left for each decode of `behind` that gets a slot.
         """
         num_tokens = min(batch.max_chunk(request), self._room(batch))
         if num_tokens <= 1:

@@ -62,7 +62,7 @@ class BindsOnArrival:
 def has_room(replica: ReplicaLoadView) -> bool:
     """Return True for a replica that is up and has a free slot and a free KV block.
 
-    With pipeline stages, the slots are those of all steps in flight, one per stage.
+    With pipeline stages, a replica has one step in flight per stage, and the slots of all these steps count.
     """
     num_slots = replica.limits.pipeline_stages * replica.max_batch_size
     return replica.is_up and replica.num_running < num_slots and replica.free_blocks > 0

@@ -30,7 +30,8 @@ MODEL_BACKENDS = ("engine", "vllm")
 """Names of the backends that compute with a model."""
 
 MAX_GRAPH_ROWS = 256
-"""Largest batch of decodes that is captured as a graph; in larger ones, computation exceeds launch overhead by far."""
+"""Largest batch of decodes that is captured as a graph; in larger batches, computation exceeds launch overhead by far.
+"""
 
 MAX_STEP_TOKENS = 8192
 """Tokens per step for which memory is reserved if the settings give no limit."""
@@ -249,7 +250,7 @@ class ModelBackendConfig(Section):
 
     @property
     def begins_ahead(self) -> bool | None:
-        """True if steps begin before the previous step's tokens are available; None: on a GPU only."""
+        """True if steps begin before the previous step's tokens are available; None: True on a GPU, else False."""
         return False
 
     def of(self, replicaset: str) -> Self:

@@ -61,8 +61,8 @@ class _Step:
     Attributes:
         entries: by slot, the request whose row the step computes.
         sampled: by slot, the request and output buffer of a row that is sampled.
-        scored: by slot, the output buffer of a request with prompt tokens to score, and the number of its prompt tokens
-            that are scored once the step has ended.
+        scored: by slot, the output buffer of a request with prompt tokens to score, and the total number of its prompt
+            tokens that will have been scored at the end of the step.
         drafts: by slot, the drafts to verify.
     """
 

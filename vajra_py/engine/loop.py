@@ -235,7 +235,7 @@ class EngineLoop(Backend[EngineReplica]):
 
     @property
     def _awaits_tiers(self) -> bool:
-        """True if unfinished requests may wait for a copy between memory tiers that is in flight."""
+        """True if a copy between memory tiers is in flight and unfinished requests may wait for it."""
         return len(self._tier_copies) > 0 and self.controller.num_alive > 0
 
     @property

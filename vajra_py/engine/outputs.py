@@ -122,7 +122,8 @@ def detokenize(outputs: Iterable[OutputBuffer]) -> None:
 
 
 OnProgress: TypeAlias = Callable[["Submission", Request, EndReason | None], None]
-"""Function called when a request has ended, with the reason, and after a step that gave it a token, with None."""
+"""Function called with the reason when a request has ended, and with None after a step that gave the request a token.
+"""
 
 
 @dataclass(eq=False, slots=True)

@@ -60,7 +60,8 @@ def piece_reader(tokenizer: Any, *, keeps_special: bool = False) -> Callable[[in
 
 
 def stripped_blanks(tokenizer: Any) -> int | None:
-    """Return the number of leading blanks that decoding strips; None if text differs in other ways from joined bytes.
+    """Return the number of leading blanks that decoding strips; None if decoded text differs in other ways from its
+    tokens' joined bytes.
 
     Byte-level and SentencePiece vocabularies, whose text equals their tokens' joined bytes, are recognised by their
     decoder. For invalid bytes, the decoder may produce more replacement characters than decoding joined bytes does.

@@ -52,7 +52,7 @@ def check_pools(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> li
 
 
 def check_replica(where: str, replica: ReplicaConfig, *, has_adapters: bool = False) -> list[Problem]:
-    """Return problems with settings of a replica that no backend with a model supports.
+    """Return a problem for each of the replica's settings that no backend with a model supports.
 
     `has_adapters`: True if the backend's workers compute adapters.
     """

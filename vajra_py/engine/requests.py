@@ -123,7 +123,7 @@ def new_submission(
     replicaset: str,
     where: str,
 ) -> Submission:
-    """Return the submission of a checked prompt, after checking the sampling parameters for its replicaset.
+    """Check the sampling parameters, and return the submission of a prompt that is checked already.
 
     A request with `prompt_logprobs` shares no blocks, since cached tokens have no logits. Raises `ConfigError`.
     """

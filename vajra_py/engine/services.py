@@ -15,7 +15,9 @@ from vajra_py.runtime.support.seeds import SeedTree
 
 
 def predictions(settings: ModelBackendConfig, registry: Registry) -> LatencyModel:
-    """Return the latency model for policies' predictions."""
+    """Return the latency model for policies' predictions; if the settings name none, the returned model raises
+    `ConfigError` when it is used.
+    """
     if settings.latency is None:
         return NoPredictions(f"backend.{settings.kind}.latency")
     return build_latency_model(settings.latency.type, settings.latency.parameters, registry)

@@ -76,7 +76,7 @@ _automata: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictio
 
 
 def stop_automaton(stops: tuple[str, ...]) -> StopAutomaton:
-    """Return the automaton of these strings, which is kept while a request with the same strings uses it."""
+    """Return the automaton of these strings. It is cached while a request with the same strings uses it."""
     found = _automata.get(stops)
     if found is None:
         found = _automata[stops] = StopAutomaton(stops)

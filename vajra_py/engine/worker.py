@@ -165,7 +165,9 @@ def set_passive_omp_wait() -> None:
 
 
 def placed(options: RunnerOptions, ordinal: int) -> RunnerOptions:
-    """Return the options with one of the machine's devices instead of `cuda`: replicas take the devices in turn."""
+    """Return the options with the device `cuda` replaced by one of the machine's GPUs, which replicas take in turn.
+    `ordinal`: index of the GPU, modulo the number of GPUs. Options with another device are returned unchanged.
+    """
     if options.device != "cuda":
         return options
     import torch

@@ -65,7 +65,7 @@ class Service:
         self.num_generating = 0
         self.num_broken_streams = 0
         self.statuses: Counter[int] = Counter()
-        """Number of answers by status."""
+        """Number of answers by HTTP status."""
         self.history = History(self.totals, time.time)
         self.stats: ServerStats | None = None
         self.movement: MovementCounts | None = None

@@ -39,8 +39,8 @@ from vajra_py.serve.session.session import RECORD_S, STOP_S, SessionState
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _LAST_BYTES_S = 1.0
-"""Minimum seconds for connections to transmit written data at the very end; up to `_MOST_LAST_BYTES_S` if that much of
-the grace time is left.
+"""Least number of seconds that connections get at the very end to transmit written data. If more of the grace time is
+left, they get up to `_MOST_LAST_BYTES_S`.
 """
 _MOST_LAST_BYTES_S = 5.0
 END_S = 8.0
@@ -220,7 +220,9 @@ class Guard(threading.Thread):
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def run(self) -> None:
-        """Poll until the deadline has passed; with polling, the signal handler that sets the deadline needs no lock."""
+        """Poll until the deadline has passed, then end the process. With polling, the signal handler, which sets the
+        deadline, needs no lock.
+        """
         while not self._is_over:
             late_s = time.monotonic() - self._deadline
             if late_s > (RECORD_S if self._is_writing() else 0.0):
@@ -291,7 +293,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """Return a bound Unix socket, replacing a socket file without a listener. Raises `ConfigError`."""
+    """Return a bound Unix socket. A socket file on which no process listens is replaced. Raises `ConfigError`."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):

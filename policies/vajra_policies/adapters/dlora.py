@@ -190,8 +190,8 @@ class Dlora(Preemptive):
         """Transfer credit for each request of `by_arrival` that is passed over: `price`, from the adapter of a request
         that runs instead to the adapter of the request passed over.
 
-        If more or fewer requests run instead than are passed over, half of `price` is transferred, from the adapter of
-        the first chosen request.
+        If the number of requests that run instead differs from the number of those passed over, half of `price` is
+        transferred each time, always from the adapter of the first chosen request.
         """
         due, kept = set(by_arrival), set(chosen)
         passed = [one.adapter for one in by_arrival if one not in kept]

@@ -93,8 +93,9 @@ class DloraMigration(BindsOnArrival):
         return best.replica_id
 
     def cost(self, counts: Counter[str]) -> float:
-        """Return the cost of running this number of requests of each adapter: full batches with a single adapter, then
-        full mixed batches of the rest. Requests that fill no batch cost nothing.
+        """Return the cost of running these numbers of requests by adapter: a weighted number of batches. Each adapter's
+        requests first fill batches of their own; the rest fills mixed batches. Requests that fill no batch cost
+        nothing.
         """
         full = sum(count // self._max_batch for count in counts.values())
         rest = sum(count % self._max_batch for count in counts.values())

@@ -37,7 +37,7 @@ def cuts_of(sizes: Sequence[float], most_queues: int) -> list[float]:
 
 def quotas_of(needs: Sequence[float], num_tokens: int) -> list[int]:
     """Return each queue's quota: its need plus an equal share of the tokens that are left. If there are too few tokens
-    for all needs, the first queues get theirs in full, and the last ones less than they need.
+    for all needs, the first queues get all that they need, and the last ones less.
     """
     quotas, left = [], num_tokens
     for need in needs:
@@ -114,8 +114,8 @@ class SizeQueues:
         return not self.used[queue] or self.used[queue] + num_tokens <= self.quotas[queue]
 
     def borrowed(self, num_tokens: int, lenders: Sequence[int]) -> list[tuple[int, int]]:
-        """Return `num_tokens` divided among the lenders, as (queue, tokens); empty if the lenders together have less
-        unused quota.
+        """Return `num_tokens` divided among the lenders, as (queue, tokens); empty if the lenders' unused quotas add up
+        to less than `num_tokens`.
         """
         charges = []
         for queue in lenders:

@@ -117,8 +117,8 @@ class Mooncake:
     # Prompts
 
     def _predicted_ttft_s(self, request: RequestView, replicas: Sequence[ReplicaLoadView]) -> float:
-        """Return the predicted seconds until the request's first token; with the rule `load`, the request's own prefill
-        time is not counted.
+        """Return the predicted seconds until the request's first token; 0 if there are no replicas. With the rule
+        `load`, the request's own prefill time is not counted.
         """
         if not replicas:
             return 0.0
@@ -147,8 +147,9 @@ class Mooncake:
     def _predicted_tbt_s(
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], prompt_done_at: float
     ) -> float:
-        """Return the predicted seconds of a decode step of the least loaded replica. With the rule `predicted_load`, it
-        is a step of a replica with the mean load that is predicted for `prompt_done_at`.
+        """Return the predicted seconds of a decode step of the least loaded replica; 0 if there are no replicas. With
+        the rule `predicted_load`, the step is that of a replica with the mean load predicted for the time
+        `prompt_done_at`.
         """
         if not replicas:
             return 0.0

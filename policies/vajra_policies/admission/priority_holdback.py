@@ -46,10 +46,10 @@ class HoldbackConfig(SaturationConfig, HoldingConfig):
 def holdback_ceilings(priorities: Sequence[int], config: HoldbackConfig) -> dict[int, float]:
     """Return the ceiling of each priority; `priorities` is sorted, the most urgent (lowest) first.
 
-    If none are configured, ceilings are spaced between cMin = `min_ceiling` and cMax = `max_ceiling`. By rank, with n
-    priorities and i from 0: c_i = cMax - i * (cMax - cMin) / (n - 1). By value: c_i = cMin + r_i * (cMax - cMin), where
-    r_i is 1 for the most urgent priority, 0 for the least urgent, and linear in the priority's number. With one
-    priority: cMax. With configured ceilings, a priority without one gets 0.
+    If `config` lists no ceilings, they are spaced between cMin = `min_ceiling` and cMax = `max_ceiling`. With spacing
+    by rank, n priorities and i counted from 0: c_i = cMax - i * (cMax - cMin) / (n - 1). With spacing by value: c_i =
+    cMin + r_i * (cMax - cMin), where r_i is 1 for the most urgent priority, 0 for the least urgent, and linear in the
+    priority's number. A single priority gets cMax. If `config` lists ceilings, a priority that is not listed gets 0.
     """
     if config.ceilings:
         return {one: config.ceilings.get(one, 0.0) for one in priorities}

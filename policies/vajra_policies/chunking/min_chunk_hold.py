@@ -66,8 +66,8 @@ class MinChunkHold(FixedChunk):
             self._num_held.pop(request, None)
 
     def _are_enough(self, replica: LocalReplicaView, batch: BatchBuilder) -> bool:
-        """Return True if, among the chunks that fit the step by urgency, the small ones have at least `min_chunk`
-        tokens in total.
+        """Return True if the small chunks of this step have at least `min_chunk` tokens in total, when chunks are added
+        by urgency until the step is full.
         """
         room = min(self._chunk_size - replica.num_decodes, batch.tokens_left - replica.num_decodes)
         num_small = 0

@@ -71,9 +71,11 @@ class Accounts:
         self._charge = charge
         self._waiting: dict[RequestView, _Charged] = {}
         self._admitted: dict[str, dict[RequestView, _Charged]] = {}
-        """Live requests that do not wait, by tenant; tenants without any are left out."""
+        """Live requests that do not wait, by tenant; tenants without such requests are left out."""
         self.num_waiting: dict[str, int] = {}
-        """Number of waiting requests of each tenant that has any, in the order in which tenants began to wait."""
+        """Number of waiting requests of each tenant with waiting requests, in the order in which the tenants began to
+        wait.
+        """
 
     def is_live(self, tenant: str) -> bool:
         """Return True if a request of the tenant waits or runs."""

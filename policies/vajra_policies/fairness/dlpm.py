@@ -110,8 +110,8 @@ class Dlpm:
         return self._deficits.get(tenant, 0.0) > 0
 
     def _refill(self) -> None:
-        """Refill deficits if no waiting tenant has a deficit above 0. As long as one has, generated tokens of the other
-        tenants need not be charged yet.
+        """Refill deficits if no waiting tenant has a deficit above 0. While some waiting tenant still has such a
+        deficit, the generated tokens of other tenants need not be charged yet.
         """
         left, waiting = self._left, self._accounts.num_waiting
         while left:

@@ -21,7 +21,7 @@ from vajra_py.contract import (
 )
 
 _REMEMBERED_S = 3600.0
-"""Time without an ended request after which a program's service is dropped, seconds."""
+"""Seconds for which a program's service is kept after the latest end of one of its requests."""
 
 
 class LeastAttainedServiceConfig(PolicyConfig):
@@ -60,7 +60,7 @@ class LeastAttainedService:
     def __init__(self, config: LeastAttainedServiceConfig) -> None:
         self._config = config
         self._waiting: dict[str, dict[RequestView, None]] = {}
-        """Waiting requests of each program that has any, in the order in which they began to wait."""
+        """Waiting requests of each program with waiting requests, in the order in which the requests began to wait."""
         self._services: dict[str, tuple[float, float]] = {}
         """(service, time of this value) of each program; the program updated last comes last."""
         self._scores: dict[str, float] | None = {}

@@ -42,7 +42,7 @@ class Parrot:
         self._depths: dict[ProgramView, dict[RequestId, int]] = {}
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return minus the depth."""
+        """Return minus the call's depth; 0 for a request without a program."""
         program = request.program
         if program is None:
             return 0.0

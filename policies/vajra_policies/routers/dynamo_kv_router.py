@@ -83,8 +83,8 @@ class CostRouter(BindsOnArrival):
         """Blocks and tokens that are active at each replica."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica with the least cost or, if `router_temperature` is above 0, a random replica; lower costs
-        are more probable.
+        """Return the replica with the least cost or, if `router_temperature` is above 0, a random replica; replicas
+        with lower costs are more probable. None if no replica is up.
         """
         up = figures.those_up(replicas)
         if not up:
@@ -112,8 +112,8 @@ class CostRouter(BindsOnArrival):
             self.sequences.free(request)
 
     def overlaps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Integers:
-        """Return the number of leading full blocks of the prompt that each replica has cached or, without KV events,
-        that were sent to it within `router_ttl_secs`.
+        """Return, for each replica, the number of the prompt's leading full blocks that the replica has cached. Without
+        KV events, return the number of those that were sent to the replica within the last `router_ttl_secs`.
         """
         if self._sent is not None:
             return self._sent.counts(request.block_hashes(), now)[figures.ids(replicas)]

@@ -86,7 +86,7 @@ class EndpointAttributeScorer:
         self._config = config
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Return scores: 1 at the good end of the range, 0 at the other."""
+        """Return scores: 1 at the good end of the attribute's range, 0 at the bad end, linear between them."""
         values = figures.figure(replicas, self._config.attribute_key)
         is_lower_better = self._config.algorithm.type == "linear_lower_is_better"
         fixed = self._config.algorithm.normalization.fixed_range

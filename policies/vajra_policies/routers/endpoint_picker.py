@@ -96,8 +96,9 @@ class DisaggregatedEndpointPicker(EndpointPicker):
         self.on_departures = self._forget
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica that computes the prompt: the choice of the prefill profile, or the decode replica if that
-        profile is not applied or leaves no other replica. None if the decode profile is applied and leaves no replica.
+        """Return the replica that computes the prompt: the choice of the prefill profile. The decode replica computes
+        the prompt if the prefill profile is not applied, keeps no replica, or chooses the decode replica itself. None
+        if the decode profile is applied and keeps no replica.
         """
         up = figures.those_up(replicas)
         chosen = self._both(request, up, now)

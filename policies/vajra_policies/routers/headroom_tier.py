@@ -43,8 +43,9 @@ class HeadroomTierFilter:
         self._stream = stream
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Keep the replicas that meet the SLOs or those that miss them; replicas without a prediction count as missing
-        them.
+        """Keep the replicas that meet the SLOs or, with the probability `epsilon_explore_neg`, those that miss them.
+        Replicas without a prediction count as missing the SLOs. If only one of the two groups has replicas, all are
+        kept.
         """
         if len(replicas) <= 1:
             return replicas

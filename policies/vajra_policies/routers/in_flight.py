@@ -28,7 +28,8 @@ from vajra_py.contract import (
 
 IN_FLIGHT = "inflight-load-producer"
 PREFILL = "prefill"
-"""Name of the profile whose share of a request is counted only until the first token, if another profile has a share.
+"""Name of the prefill profile. If a request has shares of other profiles too, its share of this profile is counted only
+until the first token.
 """
 
 

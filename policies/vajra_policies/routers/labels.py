@@ -83,7 +83,7 @@ class ByLabel(_ByPool):
         self._valid = frozenset(config.valid_values)
 
     def may_take(self, pool: str, role: str) -> bool:
-        """Return True for pools whose replicas have one of the valid values."""
+        """Return True for pools whose replicas have one of the label's valid values."""
         return bool(_values(pool, role, self._label) & self._valid)
 
 

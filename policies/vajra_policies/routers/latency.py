@@ -26,7 +26,8 @@ from vajra_py.contract import (
 
 LATENCIES = "predicted-latency-producer"
 _CHUNK_TOKENS = 2048
-"""Length in tokens of the prompt whose prefill time converts pending tokens to seconds, if steps have no token budget.
+"""Prompt length in tokens, used if steps have no token budget: the mean prefill time per token of such a prompt
+converts pending tokens to seconds.
 """
 
 

@@ -58,8 +58,8 @@ class LatencyScorer:
         self._matches = matches
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Return the scores; if no replica has a prediction, scores by free KV memory, short queues and cached
-        prefixes.
+        """Return the scores by headroom. If no replica has a prediction, the scores depend on free KV memory, queue
+        lengths and cached prefixes instead.
         """
         predicted = self._predictions.latencies(request, replicas, now)
         if all(one is None for one in predicted):

@@ -27,7 +27,7 @@ from vajra_py.contract import (
 )
 
 Counted: TypeAlias = Literal["all", "first"]
-"""Waiting requests of a replica whose demand for blocks counts: all, or only the first in its queue."""
+"""The waiting requests of a replica for which blocks are counted: all, or only the first in the replica's queue."""
 
 
 class LlumnixConfig(PolicyConfig):

@@ -39,14 +39,14 @@ class MooncakeConductor(BindsOnArrival):
     def __init__(self, prefill_time: PrefillTime) -> None:
         self._prefill_time = prefill_time
         self._queues: dict[ReplicaId, dict[RequestView, int]] = {}
-        """For each replica, the requests with uncomputed prompts that were sent to it, with their prefix hits in tokens
-        at that time.
+        """For each replica, the requests that were sent to it and whose prompts are not computed yet; with each
+        request, its prefix hit in tokens when it was sent.
         """
         self._sent_to: dict[RequestView, ReplicaId] = {}
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """Return the replica with the least predicted time among those that are up; for a request with a computed
-        prompt, the one with the fewest requests.
+        prompt, the replica with the fewest requests.
         """
         self._forget(request)
         up = those_up(replicas)
@@ -76,7 +76,9 @@ class MooncakeConductor(BindsOnArrival):
             self._queues[replica_id].pop(request, None)
 
     def _queued(self, replica_id: ReplicaId) -> tuple[float, int]:
-        """Return the total remaining prefill time in seconds of a replica's uncomputed prompts, and their number."""
+        """Return two values for a replica's uncomputed prompts: the sum of their remaining prefill times in seconds,
+        and their number.
+        """
         queue = self._queues.get(replica_id)
         if not queue:
             return 0.0, 0

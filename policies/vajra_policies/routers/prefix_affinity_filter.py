@@ -76,7 +76,7 @@ class PrefixAffinityFilter:
         self._stream = stream
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Return the sticky replicas, or all replicas."""
+        """Return the sticky replicas or all replicas, by the rule in the class docstring."""
         config = self._config
         if len(replicas) <= 1 or not config.affinity_threshold:
             return replicas

@@ -79,7 +79,7 @@ class MixedPool(BindsOnArrival):
         self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float
     ) -> ReplicaId | None:
         """Return the decode replica chosen on arrival; if it is not up, the replica with the least memory in use among
-        those that are up.
+        those that are up. None if no replica is up, or if the request was not placed on arrival.
         """
         placed = self._scheduled.placed.get(request)
         up = {one.replica_id for one in those_up(replicas)}

@@ -87,7 +87,9 @@ class ThunderAgent:
         return [request.request_id for request, _ in sorted(ready, key=lambda one: (one[1], one[0].index))]
 
     def on_wake(self, key: str, now: float) -> None:
-        """Apply the rules to all programs, or resume a program that was paused for too long."""
+        """Apply the rules to all programs or, if `key` is a program, resume this program, which was paused for too
+        long.
+        """
         if key != _TICK:
             passage = self._table.force(key, now)
             self._let_go_on([] if passage is None else [passage], now)

@@ -48,7 +48,7 @@ class DynamoPlanner:
         self._observed.depart(requests)
 
     def on_wake(self, key: str, now: float) -> None:
-        """Mark the kind of decision that `key` names as due, for the next call of `targets`."""
+        """Record that a decision of the kind `key` is due at the next call of `targets`."""
         self._due.add(key)
 
     def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:

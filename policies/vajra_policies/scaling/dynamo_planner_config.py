@@ -85,7 +85,9 @@ class DynamoPlannerConfig(PolicyConfig):
 
     @property
     def intervals_s(self) -> Mapping[str, float]:
-        """Interval of each kind of decision that is made, seconds, in the order of decisions."""
+        """Interval in seconds of each kind of decision that is made; the kinds are in the order in which they are
+        decided.
+        """
         intervals_s = {THROUGHPUT: self.throughput_interval_s} if self._scales_by_throughput else {}
         return intervals_s | ({LOAD: self.load_interval_s} if self.by_load else {})
 

@@ -87,7 +87,7 @@ def _decide_on_two(rules: PlannerRules, pools: tuple[PoolState, PoolState], mode
 
 
 def _reason_of(pool: PoolState, asked: int, lifted: int, count: int) -> str:
-    """Return the reason for a pool's number of replicas, from the number that its load requires, and from that number
+    """Return the reason why a pool gets `count` replicas. `asked`: number that its load requires; `lifted`: `asked`,
     raised to the minimum that throughput-based scaling sets.
     """
     if count > pool.ready:

@@ -41,7 +41,7 @@ class ObservedTraffic:
                 self._outputs += request.num_output_tokens
 
     def close(self, now: float) -> Traffic | None:
-        """Return the traffic since the last call, which is the forecast; None if no time has passed."""
+        """Return the traffic since the last call as the forecast; None if no time has passed."""
         duration_s, count = now - self.since, self.num_requests
         if duration_s <= 0:
             return None

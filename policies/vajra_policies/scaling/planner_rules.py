@@ -16,7 +16,7 @@ from vajra_py.contract import PoolRole
 Target: TypeAlias = Literal["throughput", "latency", "load", "sla"]
 
 NO_CHANGE = "no_change"
-"""Reason of a decision, by load or by throughput, that changes nothing, under Dynamo's name."""
+"""Dynamo's name for the reason of a decision that changes nothing, whether made by load or by throughput."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class EngineLoad:
     queued_prefill: int = 0
     """Number of tokens left to prefill."""
     scheduled_kv: int = 0
-    """Number of tokens in KV memory of requests that decode."""
+    """Number of tokens that decoding requests hold in KV memory."""
     queued_kv: int = 0
     """Number of context tokens of requests that wait to decode."""
     num_decodes: int = 0
@@ -164,7 +164,7 @@ class EngineModel(Protocol):
         """Return the TTFT in seconds of a request that arrives now; `queue_scale` scales the queued prompt tokens.
 
         `kv_scale` scales the number of decodes, and the context tokens of decodes and of requests that wait to decode.
-        None: nothing is scaled, and requests that wait to decode are left out.
+        None: these numbers are not scaled, and requests that wait to decode are left out.
         """
 
     def itl_s(self, load: EngineLoad, *, scale: float, counts_prefill: bool) -> float:

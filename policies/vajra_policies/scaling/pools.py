@@ -30,7 +30,7 @@ def shared_requests(pool: PoolView) -> int:
 
 
 def shared_tokens(pool: PoolView) -> int:
-    """Return the number of pending tokens of `shared_requests`, or less: the pending tokens of running requests are
-    subtracted too.
+    """Return the number of pending tokens of `shared_requests`. The result may be too small, since the pending tokens
+    of running requests are subtracted too.
     """
     return max(0, pool.num_queued_tokens - sum(one.num_pending_tokens for one in pool.replicas))

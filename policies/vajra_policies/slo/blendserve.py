@@ -36,7 +36,7 @@ class BlendserveConfig(FixedChunkConfig, LengthConfig):
 
 def left_share(rho_root: float, rho_left: float, rho_right: float) -> float:
     """Return M_L / M = (rho_root - rho_R) / (rho_L - rho_R): the share of memory for the left end with which both ends
-    together have the density rho_root of all requests.
+    together have the density rho_root of all requests. The share is clamped to 0 .. 1, and is 1 if rho_L <= rho_R.
     """
     if rho_left <= rho_right:
         return 1.0

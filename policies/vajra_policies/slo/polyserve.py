@@ -57,7 +57,9 @@ class Polyserve:
         return None if idle is None else self._place(request, idle, tier)
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Yield the id of the most urgent queued request for which the replica passes the checks or is idle."""
+        """Yield the id of the most urgent queued request for which the replica passes the checks. An idle replica takes
+        the most urgent request without checks.
+        """
         for request in queued:
             tier, is_attainable = self._tiers.of(request, now)
             own = self._tier_of.get(replica.replica_id)

@@ -75,7 +75,7 @@ class SlackChunk:
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
-        """Return the largest size, or the remaining tokens if these are fewer."""
+        """Return the largest of `sizes`, or the remaining tokens if these are fewer."""
         return min(self._sizes[-1], num_remaining_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

@@ -172,7 +172,9 @@ class BatchState:
                 )
 
     def undo(self, slots: Sequence[int], last_tokens: torch.Tensor) -> None:
-        """Undo one decode of each of these slots; `last_tokens` is a copy of the attribute from before the decodes."""
+        """Undo one decode of each of these slots; `last_tokens` is a copy of `self.last_tokens` made before these
+        decodes.
+        """
         undone = np.array(slots, np.int64)
         self.num_computed[undone] -= 1
         places = to_device(undone, self._device)

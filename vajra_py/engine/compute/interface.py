@@ -479,14 +479,14 @@ class KvRunner(ModelRunner, Protocol):
         """
 
     def mark(self) -> object:
-        """Return a mark after all work submitted so far; None if calls return only when their work is complete."""
+        """Return a mark that follows all submitted work; None if every call returns only when its work is complete."""
 
     def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
         """Copy KV blocks between device and host, in order. Raises `ExecutorError`.
 
-        With a mark in `after`, any thread may call: the copies start after the work before the mark, overlap steps
-        submitted since, which must use other blocks, and are complete on return. Only one thread at a time may copy in
-        each direction.
+        With a mark in `after`, any thread may call this. The copies start after the work before the mark, and are
+        complete on return. Steps submitted after the mark run meanwhile and must use other blocks. In each direction,
+        only one thread may copy at a time.
         """
 
 

@@ -20,8 +20,8 @@ BODIES = (*NAMING, TokenizeBody, DetokenizeBody, PolicyBody)
 
 
 def true_document(app: FastAPI, names: Sequence[str], *, open_paths: Collection[str] | None) -> dict[str, Any]:
-    """Return the document with the model `names`, with the paths that require an API key marked as such (all but
-    `open_paths`; None: no path), and without status 422, since invalid input gives 400.
+    """Return the corrected document. It lists the model `names`, and omits status 422, since invalid input gives 400.
+    All paths but `open_paths` are marked as requiring an API key; with None, no path is marked.
     """
     if app.openapi_schema is not None:
         return app.openapi_schema

@@ -135,8 +135,8 @@ class Preparer:
         return _Route(facts, candidates, tokenizer)
 
     def _longest(self, wanted: Wanted) -> int:
-        """Return the maximum number of tokens, prompt plus output, that a request may have on the replicaset with the
-        highest limit among those that serve its model.
+        """Return the limit on a request's prompt plus output, in tokens: the highest limit of the replicasets that
+        serve the request's model.
         """
         behind = self._catalogue.behind(wanted.body.model)
         return max(self._session.prompt_limits(name).max_request_tokens for name in behind)
@@ -191,9 +191,9 @@ class Preparer:
     def _check_queues(self, replicaset: str, num_outputs: int, num_tokens: int) -> None:
         """Refuse, with status 400, a request whose outputs do not fit even into an empty queue.
 
-        `Replicaset.refusal` applies the same bounds to each output separately, given the queue at that time, and
-        refuses with status 429, since a retry may succeed. It cannot detect that the outputs of one HTTP request
-        together never fit into a queue; with status 429, every retry would then fail.
+        `Replicaset.refusal` applies the same bounds to one output at a time and to the present queue, and refuses with
+        status 429, since a retry may succeed. It cannot detect that the outputs of one HTTP request together never fit
+        into a queue, so that every retry would fail too.
         """
         limits = self._session.admission(replicaset)
         most, most_tokens = limits.max_queued_requests, limits.max_queued_tokens

@@ -10,7 +10,9 @@ from vajra_py.engine.tokenizer import ChatEnd, Tokenizer
 from vajra_py.serve.http.errors import ApiError, bad_request
 
 SHORT_TEXT = 2_000
-"""Largest text, in characters, that is tokenized on the event loop: faster than a round trip to another thread."""
+"""Largest text, in characters, that is tokenized on the event loop, since this is faster than a round trip to another
+thread.
+"""
 _PIECE = 16_384
 """Number of characters tokenized per turn."""
 _SLACK = 16
@@ -33,9 +35,10 @@ class Tokenizing:
     ) -> list[int]:
         """Return the tokens of a text, with special tokens added unless the text `is_rendered`.
 
-        The tokens of a text of more than `max_tokens` characters are first counted piece by piece, in turn with pieces
-        of other texts. Raises `ApiError` as soon as the count shows that the text has `max_tokens` tokens or more.
-        The count is a lower bound, and shorter texts are not counted, so the caller must check the number of tokens.
+        If a text has more than `max_tokens` (and more than `SHORT_TEXT`) characters, its tokens are first counted piece
+        by piece, in turn with pieces of other texts. Raises `ApiError` as soon as the count shows that the text has
+        `max_tokens` tokens or more. The count is a lower bound, and shorter texts are not counted, so the caller must
+        check the number of tokens.
         """
         if len(text) <= SHORT_TEXT:
             return tokenizer.encode(text, is_rendered=is_rendered)

@@ -97,7 +97,8 @@ def of_config_error(error: ConfigError) -> ApiError:
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return one error with status 400 for pydantic's errors, with the first problem's parameter and all texts.
+    """Return one error with status 400 for pydantic's errors. It has the parameter of the first problem and the texts
+    of all problems, up to `_MOST_SHOWN`.
 
     A value that fits none of several forms is one problem; the expectations of the forms are joined by "or".
     """

@@ -32,7 +32,7 @@ def escaped(text: str) -> str:
 
 
 def cut(text: str, most: int = 200) -> str:
-    """Return the text, or its first `most` characters and its length."""
+    """Return the text; of a text of more than `most` characters, only the first `most` and the length."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 

@@ -49,8 +49,8 @@ class ServeOptions:
         max_connections: maximum number of connections; lower if the process may not open that many files.
         max_connections_per_client: maximum number of connections from one address.
         max_header_bytes: largest head of a request (request line and headers), in bytes.
-        header_timeout_s: seconds that a client may take to send a request's head, from its first byte or from
-            connecting.
+        header_timeout_s: seconds that a client may take to send a request's head, counted from the head's first byte
+            or, for the first request of a connection, from the start of the connection.
         body_timeout_s: seconds that a client may take to send the body.
         idle_timeout_s: seconds that a connection stays open between two requests.
         send_timeout_s: seconds for which a client may read none of the sent data before its connection is closed.

@@ -9,7 +9,7 @@ from typing import Any
 
 INTERVAL_S = 2.0
 _FIRST_S = 0.1
-"""Seconds between attempts to take the first sample, so that it shows the values before any request."""
+"""Seconds between attempts to take the first sample; so short that this sample shows the values before any request."""
 NUM_KEPT = 1800
 """Number of samples that are kept: those of an hour."""
 

@@ -30,7 +30,8 @@ def live(controller: Controller, stats: ServerStats, catalogue: Catalogue) -> di
 def server_health(session: EngineSession) -> dict[str, Any]:
     """Return the health line of the dashboard: `status`, `level` and `detail`.
 
-    `level` is bad if nothing is served or the session has ended, good if everything is served, else degraded.
+    `level` is bad if a ready session serves nothing or the session has ended, good if everything is served, else
+    degraded (also while the engine is being loaded).
     """
     state, unavailable = session.state, session.unavailable()
     replicas = 0 if session.engine is None else len(session.engine.replicas)

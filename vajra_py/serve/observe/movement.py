@@ -28,7 +28,7 @@ class MovementCounts(MovementRows):
         self.moved: Counter[Way] = Counter()
         """Number of movements after which the request continued at its target."""
         self.transferred_tokens: Counter[Way] = Counter()
-        """Number of tokens whose KV has arrived, including copies of running requests."""
+        """Number of tokens whose KV has arrived, including KV that was copied while its request ran."""
         self.transferred_bytes: Counter[Way] = Counter()
         self.not_moved: Counter[tuple[str, str, str, str]] = Counter()
         """Number of movements that were not completed, by replicaset, kind, outcome and reason."""

@@ -289,8 +289,8 @@ class ServerStats(Observer):
         return found
 
     def percentiles(self) -> dict[str, dict[str, float]]:
-        """Return, by class, the number of the most recent requests, and P50 and P99 of their TTFT, TPOT and E2E in
-        milliseconds.
+        """Return, by class, P50 and P99 of TTFT, TPOT and E2E in milliseconds over the most recent requests, and the
+        number of these requests.
 
         The key `(none)` is for requests without a class.
         """

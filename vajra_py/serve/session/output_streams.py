@@ -216,7 +216,7 @@ class LoopBridge:
 
 
 def _detail_of(error: BaseException | None) -> str:
-    """Return the message for clients about the error that ended the engine."""
+    """Return the message for clients about the error that ended the engine; None: the server is shutting down."""
     if error is None:
         return "the server is shutting down"
     return str(error) if isinstance(error, VajraError) else "the engine has failed; the server's log says why"

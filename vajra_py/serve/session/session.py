@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 STOP_S = 2.0
 """Seconds for the engine's thread to stop after `close` requested it."""
 _KILL_S = 0.5
-"""Seconds for the engine's thread to stop after its workers were killed: it may have been submitting a step."""
+"""Seconds for the engine's thread to stop after its workers were killed; the thread may have been submitting a step."""
 _GIVE_BACK_S = 3.0
 _WRITE_S = 1.5
 """Seconds for completing the recording of an engine that hangs."""
@@ -171,7 +171,7 @@ class EngineSession:
 
     @property
     def num_replicas_up(self) -> int:
-        """Number of replicas that are up."""
+        """Number of replicas that are up; 0 unless the session is ready or draining."""
         if self.engine is None or self.state not in (SessionState.READY, SessionState.DRAINING):
             return 0
         return sum(not one.is_lost for one in self.engine.replicas.values())
@@ -193,8 +193,8 @@ class EngineSession:
         return 0 if self._loop is None else self._loop.num_restarting
 
     def unavailable(self) -> dict[str, str]:
-        """Return, by replicaset, the reason why it accepts no requests; without the replicasets that accept requests,
-        and empty while the engine is not loaded.
+        """Return a mapping from each replicaset that accepts no requests to the reason; empty while the engine is not
+        loaded.
         """
         found = {}
         blocked = "" if self._loop is None else self._loop.blocked

@@ -142,7 +142,7 @@ class AdapterSlots:
         self._slot_of: npt.NDArray[np.int64] = np.full(len(self._files) + 1, _NO_ADAPTER)
         """Slot that holds each adapter; the last entry is for the base model."""
         self._adapter_of: npt.NDArray[np.int64] = np.full(options.max_requests, _NO_ADAPTER)
-        """Number of the request's adapter, by the request's slot in the worker."""
+        """Index of each request's adapter, by the request's slot in the worker."""
         self._step: npt.NDArray[np.int64] | None = None
 
     # Called while the forward pass is built
@@ -152,8 +152,8 @@ class AdapterSlots:
     ) -> Product:
         """Return a product with adapter slots if some adapter changes one of its modules, else `product`.
 
-        `folded`: factor of the inputs that is folded into the product's weight. Raises `ConfigError` if the shape of an
-        adapter's matrices differs from the module's.
+        `folded`: weight of the preceding norm, if it is folded into the product's weight. Raises `ConfigError` if the
+        shape of an adapter's matrices differs from the module's.
         """
         known = [(part, columns) for part, columns in _columns(parts) if self._is_changed(layer, part.module)]
         if not known:

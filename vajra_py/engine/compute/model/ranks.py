@@ -5,7 +5,7 @@ receives the same steps in the same order and computes its part: a stage its lay
 holds.
 
 Invariants:
-    - Ranks derive from the step the shapes and the order of the tensors that they exchange; neither is sent.
+    - The shapes and the order of exchanged tensors are not sent: each rank derives them from the step.
     - A token is sampled only on the last stage, in the group that holds the request's newest tokens.
 """
 
@@ -108,7 +108,8 @@ def join_ranks(options: RunnerOptions) -> Ranks:
 def _own_groups(
     options: RunnerOptions,
 ) -> tuple[distributed.ProcessGroup | None, distributed.ProcessGroup | None]:
-    """Return this rank's two process groups: the ranks that share its layers, and those in its place in every KV group.
+    """Return this rank's two process groups: the ranks that share its layers, and the ranks in the same place of each
+    KV group.
 
     A process group of a single rank is None.
 

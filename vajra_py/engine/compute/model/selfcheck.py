@@ -33,7 +33,7 @@ _BLOCK = 4
 _STEPS = ((7, 1, 5), (1, 9, 0), (2, 8, 0), (1, 1, 0))
 """For each step, the number of tokens that it computes of each sequence; over all steps, they add up to `_LENGTHS`."""
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-"""Largest allowed difference, in standard deviations of the logits."""
+"""Largest allowed difference between a logit and its reference, in standard deviations of all reference logits."""
 _LOCAL_NAMES = ("sliding_window", "attention_chunk_size")
 
 

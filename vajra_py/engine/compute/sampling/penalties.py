@@ -66,7 +66,7 @@ class Histories:
 
 
 def apply_penalties(logits: torch.Tensor, parameters: np.ndarray, histories: Histories) -> torch.Tensor:
-    """Return float32 logits [R, vocab] after the penalties of `parameters` float64 [R, len(Column)].
+    """Return logits, float32 [R, vocab], to which the penalties of `parameters`, float64 [R, len(Column)], are applied.
 
     The repetition penalty is that of CTRL (Keskar et al. 2019): positive logits are divided by it, others multiplied.
     """

@@ -131,9 +131,9 @@ class Sampler:
 
         Return the tokens, and the log-probabilities of slots with `logprobs` (None if there are none).
 
-        `likeliest` is `likeliest_tokens(logits)` if available; the same tensor is returned if every row is greedy,
-        without penalties, constraints and log-probabilities. `offsets`: with drafts, number of drafts of the
-        same slot before each row; `slots` then contains a slot several times.
+        `likeliest` is `likeliest_tokens(logits)` if available; the same tensor is returned if every row is greedy and
+        has no penalties, constraints or log-probabilities. `offsets`: with drafts, number of drafts of the same slot
+        before each row; `slots` then contains a slot several times.
         """
         if self._is_plain[slots].all():
             tokens = likeliest_tokens(logits) if likeliest is None else likeliest
@@ -204,7 +204,9 @@ class Sampler:
 
 
 def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Return the index of each row's largest logit, int64 [R] of [R, vocab]; `NO_TOKEN` if that logit is not finite."""
+    """Return the index of each row's largest logit, int64 [R], from logits [R, vocab]; `NO_TOKEN` if that logit is not
+    finite.
+    """
     if not uses_triton(logits.device):  # on a CPU, numpy's argmax is vectorised, torch's is not
         values = logits.float().numpy()
         found = values.argmax(-1)

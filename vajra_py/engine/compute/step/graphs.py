@@ -39,7 +39,9 @@ happen in a capture."""
 
 
 def ladder(largest: int) -> tuple[int, ...]:
-    """Return batch sizes up to `largest`. Padding is at most 7 rows of a size up to 64, or a fifth of a larger size."""
+    """Return batch sizes up to `largest`. In a batch that is padded to one of them, at most 7 rows are padding if the
+    size is at most 64, else at most a fifth of the rows.
+    """
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, largest + 1, 32)]
     return tuple(sorted({min(step, largest) for step in steps if step < largest} | {largest}))
 

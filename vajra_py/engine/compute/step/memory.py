@@ -2,7 +2,7 @@
 
 Invariants:
     - On a CPU this is the configured share of the memory that was free before the weights were loaded, less the
-      weights; on CUDA, the share of the whole device, less the memory already in use.
+      weights; on CUDA, the configured share of the whole device, less the memory already in use.
     - Memory for the largest step is left free.
 """
 

@@ -333,8 +333,8 @@ class TorchRunner:
     def _apart(self, step: StepInput, memory: KvMemory, error: Exception) -> Computed:
         """Compute a failed step row by row; rows that fail on their own are added to the faults.
 
-        Raises an error if the device no longer responds. Raises `error` if all rows fail, at least two of them without
-        a known fault, or if a row reads KV that a failed row should have written.
+        Raises an error if the device no longer responds. Raises `error` in two cases: all rows fail, and at least two
+        of them have no known fault; or a row reads KV that a failed row should have written.
         """
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
