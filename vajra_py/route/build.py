@@ -108,8 +108,8 @@ def servers_of(config: SystemConfig) -> Mapping[tuple[str, int], ServerConfig]:
 
 
 def description(controller: Controller) -> dict[str, Any]:
-    """Return for each replicaset, for a recording, the largest `max_model_len` and the largest number of blocks among
-    its servers.
+    """Return the limits that a recording states for each replicaset: the largest `max_model_len` and the largest number
+    of blocks among its servers.
     """
     found: dict[str, Any] = {}
     for name, replicaset in controller.replicasets.items():

@@ -57,7 +57,7 @@ def start_recording(
 
 
 def _tokens(request: Request, submission: Submission) -> Sequence[int]:
-    """Return the tokens since the submission, cut or padded with 0 to the number that the mechanism has counted."""
+    """Return the tokens since the submission: as many as the mechanism has counted, with 0 in place of missing ones."""
     count = request.num_output_tokens
     known = submission.output[submission.num_kept : submission.num_kept + count]
     return known + [0] * (count - len(known))

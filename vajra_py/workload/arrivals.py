@@ -130,7 +130,9 @@ class QuantileGaps(_Renewal):
         return np.exp(np.interp(rng.random(size), self.probabilities, logs)) / (self.rate * self._mean_gap_s())
 
     def _mean_gap_s(self) -> float:
-        """Return the mean gap of the interpolated table, in seconds: the sum of the integrals of exp(linear)."""
+        """Return the mean gap of the interpolated table in seconds, by integrating the gap, which is exponential in the
+        probability between entries.
+        """
         low, high = np.array(self.gaps_s[:-1]), np.array(self.gaps_s[1:])
         ratio = np.log(high / low)
         flat = ratio < 1e-9

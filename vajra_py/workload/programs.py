@@ -315,7 +315,8 @@ def _prompts(
 ) -> tuple[I64, ContentColumn]:
     """Return lengths (tokens) and contents of the prompts.
 
-    `drawn` holds for each call the tokens of new text, the tokens of output, and the number in its id.
+    `drawn` holds for each call the number of tokens of new text, the number of output tokens, and the number in the
+    call's id.
     """
     number_of = max(graph.programs, default=-1) + 1
     systems, system_lengths = system_prompts(calls.system_prompts, rng_for, number_of)

@@ -281,8 +281,8 @@ class Workload(Sequence[RequestSpec]):
         """Limit prompts to `max_prompt_tokens`, and the sum of prompt and output to `max_total_tokens`.
 
         `drop` removes longer requests (their children follow the nearest ancestors kept). `clip` shortens prompts to
-        `max_prompt_tokens` and to `max_total_tokens` - 1, then outputs to the number of tokens that the prompt leaves.
-        `source["operations"]` records the number of changed requests.
+        `max_prompt_tokens` and to `max_total_tokens` - 1, then outputs to the number of tokens that the prompt leaves
+        of `max_total_tokens`. `source["operations"]` records the number of changed requests.
 
         Raises:
             WorkloadError: a request is too long and `too_long` is "error", or a limit leaves no room for one token each

@@ -26,7 +26,7 @@ Array = npt.NDArray[np.float64]
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 PACKAGE = "aiconfigurator_core"
 CONVERSIONS = {"static": ("computescale_perf",), "fused": ("computescale_perf", "scale_matrix_perf")}
-"""Tables of the conversions whose time is subtracted from that of 8-bit products, by kind of conversion."""
+"""For each kind of conversion, the tables whose times are subtracted from the times of 8-bit products."""
 LEAST_LEFT = 0.3
 """Minimum fraction of a measured product's time that is left after subtracting conversions."""
 
