@@ -297,7 +297,7 @@ class ManagedKv(WithoutKvExtras):
         return int(self._coordinator.find_longest_cache_hit(named, longest)[1])
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Return how many tokens would be prefix hits if the request were admitted now. At least one token is no hit."""
+        """Return how many tokens would be prefix hits if the request were admitted now; the last token never is."""
         return 0 if any(self.tables(request)) else self._found(request)[1]
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
@@ -349,7 +349,7 @@ class ManagedKv(WithoutKvExtras):
     def _needed(self, held: _Held, num_tokens: int, *, capped: bool = False) -> int:
         """Return vLLM's count of the free blocks needed to hold the first `num_tokens` tokens.
 
-        `capped`: the tokens take several steps, so that windows bound the number of blocks held at a time.
+        `capped` is true if the tokens take several steps. Windows then limit the number of blocks held at a time.
         """
         request = held.request
         if self._table.get(held.request_id):
@@ -376,7 +376,8 @@ class ManagedKv(WithoutKvExtras):
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        If the tokens take several steps, blocks that windows free after a step serve later steps, and count once.
+        If the tokens take several steps, blocks that windows free after a step are reused in later steps, and count
+        once.
         """
         held = self._held[request]
         done = self.cached_tokens(request) + held.num_loaded or held.request.num_computed_tokens

@@ -43,7 +43,7 @@ class Messages:
         self._zeroes = zeroes and self._managed is None
         self._block_size = replica.limits.block_size
         self._order: Sequence[Request] | None = None
-        """Decodes that the arrays below describe; the pool makes another list when a request joins or leaves."""
+        """Decodes that the arrays below describe; the decode pool replaces this list when a request joins or leaves."""
         self._decodes: list[Record] = []
         self._counts: dict[str, int] = {}
         """Number of tokens of each decode in a step, by request id."""

@@ -206,7 +206,9 @@ def _inverse(targets: F64, origin: tuple[float, float], durations: F64, rates: F
 
 
 class OnOff(_Modulated):
-    """Bursts: on and off times of exponential length with Poisson arrivals (a two-state Markov-modulated process)."""
+    """Bursts: Poisson arrivals whose rate alternates between on and off times of exponential length (a two-state
+    Markov-modulated process).
+    """
 
     type: Literal["on_off"] = "on_off"
     rate: Positive = Field(description="Mean rate over on and off times, in requests per second.")

@@ -93,7 +93,7 @@ class OverlappedRooflineModel:
         self._last_share = self.deployment.num_last_layers / model.num_layers
 
     def batch_time_s(self, features: BatchFeatures) -> float:
-        """Return the seconds from the batch's entry into the first stage until its tokens leave the last.
+        """Return the seconds from the batch's entry into the first stage until its tokens leave the last stage.
 
         Without tokens, these are the seconds of copying the swapped bytes.
         """
@@ -159,8 +159,8 @@ class OverlappedRooflineModel:
         return sum(map(max, operators))
 
     def _operators(self, features: BatchFeatures) -> tuple[list[Work], Work]:
-        """Return (work of each operator over all layers, work of the head); the attention of prefills and that of
-        decodes come first among the operators.
+        """Return (work of each operator over all layers, work of the head); the first two operators are the attention
+        of prefills and the attention of decodes.
         """
         layers, step, tokens = self._layers, self._step, features.num_tokens
         operators = [

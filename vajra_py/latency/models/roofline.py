@@ -123,7 +123,7 @@ class RooflineModel:
         self._last_share = self.deployment.num_last_layers / model.num_layers
 
     def batch_time_s(self, features: BatchFeatures) -> float:
-        """Return the seconds from the batch's entry into the first stage until its tokens leave the last.
+        """Return the seconds from the batch's entry into the first stage until its tokens leave the last stage.
 
         Without tokens, these are the seconds of copying the swapped bytes.
         """

@@ -51,7 +51,9 @@ class DecodeRow:
 
 
 class MixedSlice:
-    """Times of one attention call with a chunk and a fixed number of decodes, by (chunk, its context, decodes' mean context)."""
+    """Times of one attention call with a chunk and a fixed number of decodes, by (chunk, chunk's context, decodes' mean
+    context).
+    """
 
     __slots__ = ("_chunks", "_contexts", "_decode_contexts", "_stride_chunk", "_stride_context", "_times")
 
