@@ -65,7 +65,7 @@ def _server_memory(settings: ReplicaConfig, limits: ReplicaLimits, retention: Re
 def build_router(config: SystemConfig, registry: Registry) -> Controller:
     """Build the controller of a router.
 
-    Raises `ConfigError`, with file and line if known, and any error of a policy's construction.
+    Raises `ConfigError`, with file and line if known. Errors of a policy's construction are passed on.
     """
     with naming_lines(config):
         return _build_router(config, registry)

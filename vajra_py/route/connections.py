@@ -394,7 +394,7 @@ class ConnectionPool:
         return self._take(address) or await self._connect(address)
 
     def _take(self, address: Address) -> Connection | None:
-        """Return the most recently used idle connection, or None; close those idle for too long."""
+        """Return the most recently used idle connection, or None; close connections that were idle for too long."""
         idle = self._idle.get(address)
         if not idle:
             return None

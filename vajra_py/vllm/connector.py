@@ -40,7 +40,8 @@ _WAITING_TO_START, _IN_PROGRESS, _COMPLETED = "waiting_to_start", "in_progress",
 
 
 OnLookup = Callable[[Record, Request, int, int], None]
-"""Called when a request has been allocated blocks; the numbers are those of its cached tokens and its tokens to load.
+"""Called when a request has been allocated blocks. The integers are its number of cached tokens and its number of
+tokens to load.
 """
 
 

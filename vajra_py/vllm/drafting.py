@@ -37,7 +37,7 @@ class DraftSizes:
 
     @property
     def config(self) -> DraftConfig:
-        """Draft settings of the replica, with vLLM's rules."""
+        """Draft settings of the replica, which follow vLLM's rules."""
         return DraftConfig(
             num_tokens=self.num_tokens,
             lookahead_tokens=self.lookahead_tokens,

@@ -376,7 +376,7 @@ class Mechanism(Backend[_VllmReplica]):
     def change_policies(self, choices: Mapping[Layer, PolicyChoice]) -> None:
         """Replace the policies of these layers at once; no step may be in flight.
 
-        Raises errors of building them (`VajraError`).
+        Raises `VajraError` if a policy cannot be built.
         """
         tick, name = self.open_turn(), self.replica.replicaset
         # A present scheduler that needs slack is replaced before the prioritizer, which predicts slack. Otherwise the

@@ -121,7 +121,9 @@ def abort_at_once(config: Any) -> None:
 
 
 def end_before_workers() -> None:
-    """Make the scheduling process end the scheduler before the workers: vLLM may kill the process while these end."""
+    """Make the scheduling process end the scheduler before the workers: vLLM may kill this process while the workers
+    end.
+    """
     from vllm.v1.engine.core import EngineCore
 
     shutdown = EngineCore.shutdown

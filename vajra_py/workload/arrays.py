@@ -1,4 +1,4 @@
-"""Column arrays of a workload, with selection and concatenation."""
+"""Arrays for the columns of a workload, and operations that select rows and concatenate columns."""
 
 from __future__ import annotations
 

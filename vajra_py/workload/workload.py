@@ -376,7 +376,8 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def check_requests(requests: Sequence[RequestSpec], where: str, lines: Sequence[int] | None = None) -> None:
-    """Check that requests form a workload: in order of arrival, unique, with valid values, each after its parents.
+    """Check that requests form a workload: in order of arrival, with unique ids and valid values, each after its
+    parents.
 
     Raises:
         WorkloadError: for the first invalid request; the error gives its line, or its id if `lines` is None.

@@ -59,7 +59,7 @@ HOST_OVERHEADS = MappingProxyType(
 
 
 def host_overhead(name: str, **changes: float | bool | None) -> HostOverhead:
-    """Return the overhead with this name, with values replaced by those of `changes` that are not None.
+    """Return the overhead with this name. Each value of `changes` that is not None replaces the overhead's own value.
 
     Raises:
         ConfigError: there is no overhead of that name.

@@ -95,7 +95,7 @@ class OverlappedRooflineModel:
     def batch_time_s(self, features: BatchFeatures) -> float:
         """Return the seconds from the batch's entry into the first stage until its tokens leave the last stage.
 
-        Without tokens, these are the seconds of copying the swapped bytes.
+        For a batch without tokens, they are the seconds of copying the swapped bytes.
         """
         if not features.num_tokens:
             return features.swap_bytes * self._step.swap_byte_s

@@ -48,7 +48,7 @@ class OperatorTablesModel(ProfileBundleModel):
         return self._filled_time_s / self._taken_s if self._taken_s else 0.0
 
     def describe(self) -> ModelDescription:
-        """Describe the model like one from a bundle, with the fraction of time that was not measured; see
+        """Describe the model as `ProfileBundleModel` does, and add the fraction of time that was not measured; see
         `DescribesModel`.
         """
         described = super().describe()
