@@ -1,4 +1,5 @@
-"""A server as a replica of the mechanism: its load is estimated from the requests sent to it and from its own figures.
+"""A server as a replica of the mechanism: its load is estimated from the requests sent to it and from the load that it
+reports.
 
 A request counts as running from when it is sent until its answer ends. Meanwhile it occupies blocks in a simulated
 memory of the server's size; requests that do not fit into this memory wait in the router. The memory's prefix cache

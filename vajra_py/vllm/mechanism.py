@@ -135,9 +135,11 @@ class _Executor:
     """Executor for steps that vLLM executes: no output is known in advance; it only stores proposed draft tokens.
 
     Attributes:
-        is_unseen: True if steps are formed before their drafts are known; any number of drafts is then planned.
+        is_unseen: True if steps are formed before their drafts are known; the largest allowed number of drafts is then
+            planned.
         newest: tokens proposed for requests whose output has not changed since.
-        proposals: earlier proposals for other requests: the number of output tokens before the proposal, and its tokens.
+        proposals: earlier proposals for other requests: the number of output tokens before the proposal, and its
+            tokens.
     """
 
     is_unseen: bool = False

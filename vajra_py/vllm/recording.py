@@ -1,7 +1,7 @@
-"""Record a session of a vLLM in a run's folder, like `vajra serve --save-run`, so that it can be compared, plotted and
-replayed.
+"""Record a session of a vLLM in a run's folder, like `vajra serve --save-run`, so that the session can be compared,
+plotted and replayed.
 
-The tokens of a request are written when they are known, which may be after the mechanism has ended it. With
+The tokens of a request are written when they are known, which may be after the mechanism has ended the request. With
 asynchronous scheduling, tokens may be computed after a request has stopped; they are written as 0, since no client
 receives them.
 """

@@ -1,9 +1,9 @@
 """Roofline step time where arithmetic, memory traffic and exchanges of a device overlap, or run one after the other.
 
-The work is that of `RooflineModel`, operator by operator; only the degree of overlap of the resources differs. No
-schedule of the operators takes longer than the sum of all times (`none`), or less than the largest of the sums by
-resource (`step`). Sources: Zhu et al., "NanoFlow" (2408.12757), overlap over the whole step; Kamath et al.,
-"POD-Attention" (2410.18038), overlap of the two kinds of attention.
+The work is that of `RooflineModel`, operator by operator; only the degree of overlap of the resources differs. Any
+schedule of the operators takes at most the sum of all times (`none`), and at least the largest of the sums by resource
+(`step`). Sources: Zhu et al., "NanoFlow" (2408.12757), overlap over the whole step; Kamath et al., "POD-Attention"
+(2410.18038), overlap of the two kinds of attention.
 """
 
 from __future__ import annotations
