@@ -40,7 +40,7 @@ class StepTimes(Struct, frozen=True):
         return text
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the fields as plain values, with the sentence."""
+        """Return the fields and the sentence as plain values."""
         return {**structs.asdict(self), "errors": dict(self.errors), "sentence": self.sentence}
 
 

@@ -65,7 +65,7 @@ def _server_memory(settings: ReplicaConfig, limits: ReplicaLimits, retention: Re
 def build_router(config: SystemConfig, registry: Registry) -> Controller:
     """Build the controller of a router.
 
-    Raises `ConfigError`, with file and line if known, and any error of a policy's construction.
+    Raises `ConfigError`, with file and line if known. Errors of a policy's construction are passed on.
     """
     with naming_lines(config):
         return _build_router(config, registry)
@@ -108,8 +108,8 @@ def servers_of(config: SystemConfig) -> Mapping[tuple[str, int], ServerConfig]:
 
 
 def description(controller: Controller) -> dict[str, Any]:
-    """Return for each replicaset, for a recording, the largest `max_model_len` and the largest number of blocks among
-    its servers.
+    """Return the limits that a recording states for each replicaset: the largest `max_model_len` and the largest number
+    of blocks among its servers.
     """
     found: dict[str, Any] = {}
     for name, replicaset in controller.replicasets.items():

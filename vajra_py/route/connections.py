@@ -24,8 +24,8 @@ _MOST_UNREAD_BYTES = 2**18
 _KEPT_S = 15.0
 """Seconds for which an idle connection is kept for another request."""
 _LAST_BYTES_S = 1.0
-"""Seconds to wait for the last bytes of an answer of which nothing more is needed, so that its connection can be kept;
-also seconds to wait for connections to close when the pool is closed.
+"""Seconds to wait for the last bytes of an answer whose content is not needed any more, so that its connection can be
+kept; also seconds to wait for connections to close when the pool is closed.
 """
 _JOINED_BYTES = 2**16
 """Maximum size in bytes of a body that is sent in one piece with the head."""
@@ -394,7 +394,7 @@ class ConnectionPool:
         return self._take(address) or await self._connect(address)
 
     def _take(self, address: Address) -> Connection | None:
-        """Return the most recently used idle connection, or None; close those idle for too long."""
+        """Return the most recently used idle connection, or None; close connections that were idle for too long."""
         idle = self._idle.get(address)
         if not idle:
             return None

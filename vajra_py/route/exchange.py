@@ -91,7 +91,7 @@ class Exchange:
     async def run(self, receive: Receive) -> None:
         """Answer the client; abort the request if the client disconnects.
 
-        Raises `ApiError` if the request fails before anything was sent.
+        Raises `ApiError` if the request fails before anything was sent to the client.
         """
         answering, has_left = asyncio.current_task(), False
         assert answering is not None

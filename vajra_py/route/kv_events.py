@@ -24,7 +24,9 @@ _ORDER: Mapping[str, Sequence[str]] = {
 """Names of fields by kind of event, for events encoded as arrays (SGLang, and older versions of vLLM)."""
 _DEVICE = (None, "GPU")
 _WHOLE_PREFIX = (None, "full_attention", "mla_attention", "sink_full_attention")
-"""Kinds of KV groups in which a prefix hit needs all blocks of the prefix; in other kinds it needs only some."""
+"""Kinds of KV groups in which a prefix hit needs all blocks of the prefix; in other kinds a hit needs only some of
+these blocks.
+"""
 _Key: TypeAlias = tuple[int, int | bytes]
 """Group and hash that identify a block of a server."""
 
@@ -140,8 +142,8 @@ def _fields(event: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def _salt(fields: Mapping[str, Any]) -> str | None:
-    """Return the salt of an event's blocks; None if their content depends on anything else than tokens and salt, such
-    as an image.
+    """Return the salt of an event's blocks; None if their content also depends on something besides tokens and salt,
+    such as an image.
     """
     adapter = fields.get("lora_name") or ""
     found: list[Hashable] = []

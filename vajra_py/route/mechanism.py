@@ -1,4 +1,5 @@
-"""A server as a replica of the mechanism: its load is estimated from the requests sent to it and from its own figures.
+"""A server as a replica of the mechanism: its load is estimated from the requests sent to it and from the load that it
+reports.
 
 A request counts as running from when it is sent until its answer ends. Meanwhile it occupies blocks in a simulated
 memory of the server's size; requests that do not fit into this memory wait in the router. The memory's prefix cache
@@ -24,7 +25,7 @@ from vajra_py.runtime.support.clock import to_seconds
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """Load that a server reported, and the router's estimate at the same time.
+    """Load that a server reported, and the router's estimate of the load at the time of the report.
 
     Attributes:
         num_running: number of requests that the server was computing, from all sources.
@@ -83,7 +84,9 @@ class RemoteReplica(Replica):
         return num_tokens < self.limits.max_model_len and self.memory.fits(num_tokens)
 
     def send_waiting(self, now: int) -> None:
-        """Send waiting requests, most urgent first, as long as they fit into the server by the estimate."""
+        """Send waiting requests, most urgent first, as long as they fit into the server's memory by the router's
+        estimate.
+        """
         running_set, seconds = self.running_set, to_seconds(now)
         self._view.now = seconds
         self.builder.start(seconds)
@@ -211,7 +214,9 @@ class RemoteLoad(LiveLoad):
 
     @property
     def free_blocks(self) -> int:
-        """Number of free KV blocks: the number in the last report, less the blocks taken by requests since then."""
+        """Number of free KV blocks: the router's estimate, corrected by the difference between the server's last report
+        and the estimate at the time of that report.
+        """
         free, reported = self.replica.memory.free_blocks, self._reported
         if reported is None:
             return free

@@ -130,7 +130,7 @@ class Subscription:
         self._notify()
 
     def _apply(self, number: int, payload: bytes) -> None:
-        """Apply a batch unless it was applied before; after a gap, the index starts empty."""
+        """Apply a batch unless it was applied before. If batches before it were missed, clear the index first."""
         if self._next is not None and number < self._next:
             return
         if self._next is not None and number > self._next:

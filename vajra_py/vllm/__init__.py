@@ -1,4 +1,5 @@
-"""Schedule a vLLM with this project's policies: a scheduler class for vLLM, and vLLM as a backend of experiments.
+"""Use this project's policies with vLLM: in vLLM, through a scheduler class, or in experiments whose steps vLLM
+computes.
 
 vLLM uses the scheduler if started with `vllm serve MODEL --scheduler-cls vajra_py.vllm.Scheduler`. Importing this
 package imports neither vLLM nor torch.

@@ -6,7 +6,7 @@ from vllm.v1.core.sched.interface import SchedulerInterface
 
 
 class WithoutExtras(SchedulerInterface):  # type: ignore[misc]  # vLLM is not installed for type checking
-    """Base of a scheduler without multimodal encoders and their connectors."""
+    """Base class of a scheduler that supports neither multimodal encoders nor connectors for them."""
 
     ec_connector = None
 

@@ -1,4 +1,4 @@
-"""Check that a configuration's KV connector can be scheduled, and create it.
+"""Check that the KV connector of a configuration works with this scheduler, and create the connector.
 
 A connector that uses the block pool of vLLM's own scheduler is refused before the model is loaded: this scheduler does
 not pass one to connectors.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vajra_py.vllm.connector import Connector, OnLookup
 
 NOT_LOADED = "its KV could not be loaded"
-"""Reason reported to the client if a load failed."""
+"""Reason reported to the client of a request whose KV could not be loaded."""
 _OF_VLLMS_MEMORY = ("bind_gpu_block_pool", "bind_kv_cache_manager", "has_pending_block_frees")
 """Methods that a connector overrides only if it uses the block pool of vLLM's own scheduler."""
 

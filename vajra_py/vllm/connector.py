@@ -40,7 +40,9 @@ _WAITING_TO_START, _IN_PROGRESS, _COMPLETED = "waiting_to_start", "in_progress",
 
 
 OnLookup = Callable[[Record, Request, int, int], None]
-"""Called when a request has been allocated blocks, with its numbers of cached tokens and of tokens to load."""
+"""Called when a request has been allocated blocks. The integers are its number of cached tokens and its number of
+tokens to load.
+"""
 
 
 class Connector:
@@ -66,7 +68,9 @@ class Connector:
             config=vllm_config, role=KVConnectorRole.SCHEDULER, kv_cache_config=kv_cache_config
         )
         self._late = LateEnds(lambda name: num_in_flight(name) > 0) if rules.forms_ahead else None
-        """Ends of requests if steps are formed ahead of the last step's result; None otherwise."""
+        """Requests that have ended for the mechanism or for the connector, but not for both; None unless steps are
+        formed before the result of the last step is known.
+        """
         self._void: dict[str, Request] = {}
         """Requests whose computed tokens are void and that the mechanism must end; kept until no step computes them."""
         self._newly_void: dict[str, Request] = {}
@@ -82,13 +86,15 @@ class Connector:
         self._num_tables = len(kv_cache_config.kv_cache_groups)
         self._caches = bool(vllm_config.cache_config.enable_prefix_caching)
         self._known: dict[str, Record] = {}
-        """Requests of whose end the connector has not been notified."""
+        """Requests whose end has not been reported to the connector."""
         self._scheduled: Mapping[str, int] = {}
         """Number of scheduled tokens by request id in the step that is being passed to the connector."""
         self._begins: int | None = None
-        """Number of cached tokens of the request that is getting blocks for an asynchronous load; None otherwise."""
+        """Number of cached tokens of the request that is being allocated blocks for an asynchronous load; None if there
+        is no such request.
+        """
         self._loaded: set[str] = set()
-        """Requests with a completed or pending asynchronous load that have not been admitted since."""
+        """Requests that wait for admission after an asynchronous load, which may still be pending."""
         self._loading: set[str] = set()
         self._sending: set[str] = set()
         """Requests whose KV is being sent."""
@@ -273,7 +279,9 @@ class Connector:
         return bool(keeps)
 
     def _blocks(self, request: Request, vllms: VllmRequest, num_cached: int, *, begins: bool) -> KVCacheBlocks:
-        """Return a request's blocks in vLLM's form; those of the first `num_cached` tokens have their hashes."""
+        """Return a request's blocks in vLLM's form. The full blocks of the first `num_cached` tokens are returned with
+        their hashes.
+        """
         if self._managed is not None:
             if not begins:
                 self._managed.cache_blocks(request, num_cached)
@@ -352,7 +360,7 @@ class Connector:
         return self._void.get(request.request_id) is request
 
     def computes_again(self, request: Request) -> bool:
-        """Return whether a request with a void result must be computed again, so that it has not ended for its client."""
+        """Return whether a request with a void result must be computed again; if so, its client awaits more tokens."""
         if not self.recomputes:
             return False
         if self._late is not None:
@@ -408,8 +416,8 @@ class Connector:
     # Faults of policies
 
     def relieve(self) -> None:
-        """Do not notify the connector of requests that the mechanism ends because a policy violated the contract:
-        fallback policies continue them.
+        """Do not report the end of a request to the connector if the mechanism ends the request because a policy
+        violated the contract: the fallback policies will continue the request.
         """
         self._relieves = True
 
@@ -432,7 +440,7 @@ class Connector:
 
     @property
     def is_awaited(self) -> bool:
-        """True if requests may be unable to run only because a transfer or answer of the connector is pending."""
+        """True if a pending transfer, step or answer of the connector may be the reason why no request can run."""
         return self._connected.is_awaited
 
     def _enter(self, name: str, stage: str | None) -> None:

@@ -1,7 +1,8 @@
 """Speculative decoding of a vLLM (`--speculative-config`): supported drafters, sizes of drafts, and acceptance counts.
 
-vLLM's workers propose and verify draft tokens. The mechanism plans the proposed ones that fit into a step; if steps are
-formed before the proposals are known (asynchronous scheduling), it plans the largest number that fits.
+vLLM's workers propose and verify draft tokens. The mechanism plans as many of the proposed tokens as fit into a step.
+If steps are formed before the proposals are known (asynchronous scheduling), the mechanism plans the largest number of
+draft tokens that fits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class DraftSizes:
 
     @property
     def config(self) -> DraftConfig:
-        """Draft settings of the replica, with vLLM's rules."""
+        """Draft settings of the replica, which follow vLLM's rules."""
         return DraftConfig(
             num_tokens=self.num_tokens,
             lookahead_tokens=self.lookahead_tokens,

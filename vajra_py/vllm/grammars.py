@@ -1,4 +1,6 @@
-"""Requests with grammars (structured output): wait for compilation, and constrain the tokens of each step."""
+"""Structured output: a request waits until its grammar is compiled, and the grammar then constrains the request's
+tokens in each step.
+"""
 
 from __future__ import annotations
 

@@ -26,9 +26,11 @@ class LateEnds:
         their blocks.
         """
         self._kept: dict[Request, bool] = {}
-        """Ended requests of the mechanism that keep their blocks; True if the connector is known to need these."""
+        """Requests that have ended in the mechanism and keep their blocks; True if the connector has answered that it
+        needs the blocks.
+        """
         self._unreported: dict[str, Request] = {}
-        """Requests of `_kept` of whose end the connector has not been notified."""
+        """Requests that have ended in the mechanism and whose end has not been reported to the connector, by name."""
 
     def note_end(self, name: str, *, wants: bool) -> None:
         """Record that the connector was notified of an end; `wants` is True if the connector keeps the request's
@@ -73,7 +75,9 @@ class LateEnds:
 
     @property
     def num_waiting(self) -> int:
-        """Number of ended requests that keep blocks which the connector is not known to need."""
+        """Number of ended requests that keep their blocks although the connector has not answered that it needs the
+        blocks.
+        """
         return len(self._kept) - sum(self._kept.values())
 
     def take_released(self) -> list[Request]:

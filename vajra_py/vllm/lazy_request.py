@@ -83,7 +83,7 @@ def make_lazy(record: Record, find_computed: Callable[[Record], int]) -> None:
 
 
 def settle(request: VllmRequest) -> None:
-    """Make an ended request independent of its record, with final values."""
+    """Give an ended request its final values, and make it independent of its record."""
     if isinstance(request, LazyRequest):
         _brought_up(request, "block_hashes")
         request.num_computed_tokens = request.num_computed_tokens

@@ -125,7 +125,9 @@ class VllmWorkers:
         return num_blocks
 
     def _measure(self) -> list[int]:
-        """Return the bytes available for KV memory on each device, by vLLM's profiling run, which also compiles."""
+        """Return the bytes available for KV memory on each device. vLLM's profiling run measures them, and also
+        compiles the model.
+        """
         if self._available is None:
             self._available = self._executor.determine_available_memory()
         return self._available

@@ -90,7 +90,7 @@ class ManagedSizes:
         hash_block_size: number of tokens that one hash covers.
         max_step_tokens: maximum number of tokens of one request in a step.
         max_in_flight_tokens: maximum number of tokens in steps in flight.
-        lag_tokens: number of tokens of a decode that are in flight while its next one is planned.
+        lag_tokens: number of tokens that a decode has in flight while its next token is planned.
         drops_last_hit: True if the last block of a prefix hit is recomputed in groups of layers that a drafter reads.
     """
 
@@ -228,7 +228,7 @@ class ManagedKv(WithoutKvExtras):
         return found
 
     def num_entries(self, request: KvRequest) -> int:
-        """Return the length of each of the request's tables of attention, including freed entries before the window."""
+        """Return the length of each of the request's attention tables, including the entries of freed blocks."""
         return len(self._table.get(self._held[request].request_id, ()))
 
     def numbers(self, request: KvRequest, start: int = 0, end: int | None = None) -> tuple[list[int], ...]:
@@ -297,7 +297,7 @@ class ManagedKv(WithoutKvExtras):
         return int(self._coordinator.find_longest_cache_hit(named, longest)[1])
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Return the size in tokens of the prefix hit on admission now; at least one token is left to compute."""
+        """Return how many tokens would be prefix hits if the request were admitted now; the last token never is."""
         return 0 if any(self.tables(request)) else self._found(request)[1]
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
@@ -318,7 +318,8 @@ class ManagedKv(WithoutKvExtras):
             self.cache_blocks(request, count)
 
     def uncache_blocks(self, request: KvRequest, num_tokens: int) -> bool:
-        """Remove blocks beyond the first `num_tokens` tokens from the prefix cache, since they will not be computed.
+        """Remove blocks beyond the first `num_tokens` tokens from the prefix cache, since these blocks will not be
+        computed.
 
         Returns False and changes nothing if another request already shares such a block.
         """
@@ -348,7 +349,7 @@ class ManagedKv(WithoutKvExtras):
     def _needed(self, held: _Held, num_tokens: int, *, capped: bool = False) -> int:
         """Return vLLM's count of the free blocks needed to hold the first `num_tokens` tokens.
 
-        `capped`: the tokens take several steps, so that windows bound the number of blocks held at a time.
+        `capped` is true if the tokens take several steps. Windows then limit the number of blocks held at a time.
         """
         request = held.request
         if self._table.get(held.request_id):
@@ -375,7 +376,8 @@ class ManagedKv(WithoutKvExtras):
     def blocks_needed(self, request: KvRequest, num_tokens: int) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        If the tokens take several steps, blocks that windows free after a step serve later steps, and count once.
+        If the tokens take several steps, blocks that windows free after a step are reused in later steps, and count
+        once.
         """
         held = self._held[request]
         done = self.cached_tokens(request) + held.num_loaded or held.request.num_computed_tokens
@@ -388,8 +390,8 @@ class ManagedKv(WithoutKvExtras):
     def expect_load(self, request: KvRequest, num_tokens: int) -> None:
         """Announce that a connector will load this many tokens after the cached ones.
 
-        Loaded tokens before the windows need no blocks. If all tokens are loaded, the last one is recomputed, and the
-        windows extend back from it.
+        Loaded tokens that lie before the sliding windows need no blocks. If all tokens are loaded, the last token is
+        recomputed, and the windows end at this token.
         """
         is_all = num_tokens > 0 and self.cached_tokens(request) + num_tokens == request.num_known_tokens
         self._held[request].num_loaded = num_tokens - is_all
@@ -397,7 +399,7 @@ class ManagedKv(WithoutKvExtras):
     def can_allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> bool:
         """Return whether `allocate`, or `grow` for a resident request, would succeed now.
 
-        A resident request's blocks before its windows are freed first, as `grow` does.
+        Like `grow`, this first frees those blocks of a resident request that lie before its sliding windows.
         """
         held = self._held[request]
         if any(self.tables(request)):
@@ -434,7 +436,7 @@ class ManagedKv(WithoutKvExtras):
         return hit
 
     def _leave_behind(self, held: _Held) -> None:
-        """Free the blocks before the windows, as far as no step in flight may still read them."""
+        """Free a request's blocks that lie before its sliding windows, unless a step in flight may still read them."""
         num_done = held.request.num_computed_tokens - self._num_in_flight(held.request_id)
         if num_done > self._least_window:
             self._coordinator.remove_skipped_blocks(held.request_id, num_done, held.num_prompt_tokens)
@@ -442,7 +444,7 @@ class ManagedKv(WithoutKvExtras):
     def grow(self, request: KvRequest, num_tokens: int) -> bool:
         """Allocate blocks for the first `num_tokens` tokens of a resident request; return False if they are lacking.
 
-        Blocks before its windows are freed in either case.
+        In either case, the request's blocks that lie before its sliding windows are freed.
         """
         held = self._held[request]
         name, done = held.request_id, held.request.num_computed_tokens
@@ -477,7 +479,7 @@ class ManagedKv(WithoutKvExtras):
         self._version += 1
 
     def take_cleared(self) -> list[int]:
-        """Return the numbers of the blocks allocated since the last call that the workers must zero."""
+        """Return the numbers of the blocks that the workers must zero, among those allocated since the last call."""
         return cast("list[int]", self.manager.take_new_block_ids())
 
     # Consistency

@@ -1,4 +1,6 @@
-"""Choose the KV memory for a vLLM's model, this project's or vLLM's KV manager, and check options for the latter."""
+"""Choose the KV memory for a vLLM's model: this project's memory or vLLM's KV manager. Options that do not work with
+vLLM's KV manager are errors.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def managed_memory(
     """Return the builder of a memory on vLLM's KV manager; None if the model does not need this manager.
 
     `block_sizes` are vLLM's block size and the size of hashed blocks, in tokens. Raises `ConfigError` for options that
-    exclude this memory.
+    cannot be used with this memory.
     """
     if not needs_manager(kv_cache_config, *block_sizes):
         return None

@@ -102,7 +102,8 @@ class Submission:
     """A request submitted to the mechanism, and its result.
 
     Attributes:
-        prompt_token_ids: token ids from which block hashes are computed; None: the request is not in the prefix cache.
+        prompt_token_ids: token ids from which block hashes are computed; None: the request does not use the prefix
+            cache.
         hash_blocks: constructor of the hashes, with the arguments of `TokenBlockHashes`.
         reads_cache: True if the request may hit the prefix cache; its blocks are entered there in either case.
         on_ended: called when the request ends, for any reason.
@@ -134,9 +135,11 @@ class _Executor:
     """Executor for steps that vLLM executes: no output is known in advance; it only stores proposed draft tokens.
 
     Attributes:
-        is_unseen: True if steps are formed before their drafts are known; any number of drafts is then planned.
+        is_unseen: True if steps are formed before their drafts are known; the largest allowed number of drafts is then
+            planned.
         newest: tokens proposed for requests whose output has not changed since.
-        proposals: earlier proposals for other requests: the number of output tokens before the proposal, and its tokens.
+        proposals: earlier proposals for other requests: the number of output tokens before the proposal, and its
+            tokens.
     """
 
     is_unseen: bool = False
@@ -178,7 +181,9 @@ class _Executor:
         return list(self.newest.values()) if list(self.newest) == requests else None
 
     def _valid(self, request: Request) -> Sequence[int]:
-        """Return the tokens proposed for the request's next tokens; none if its proposal is outdated or missing."""
+        """Return the draft tokens proposed after the request's present output; none if its proposal is outdated or
+        missing.
+        """
         newest = self.newest.get(request)
         if newest is not None:
             return newest
@@ -331,7 +336,7 @@ class Mechanism(Backend[_VllmReplica]):
         return self._turn
 
     def set_gate(self, **changes: Any) -> None:
-        """Change the gate from the open turn on or, if none is open, from the next one; see `Gate`."""
+        """Change the gate from the open turn on or, if no turn is open, from the next turn on; see `Gate`."""
         self._gate = structs.replace(self._gate, **changes)
         if self._turn is None:
             self._is_gate_new = True
@@ -373,7 +378,7 @@ class Mechanism(Backend[_VllmReplica]):
     def change_policies(self, choices: Mapping[Layer, PolicyChoice]) -> None:
         """Replace the policies of these layers at once; no step may be in flight.
 
-        Raises errors of building them (`VajraError`).
+        Raises `VajraError` if a policy cannot be built.
         """
         tick, name = self.open_turn(), self.replica.replicaset
         # A present scheduler that needs slack is replaced before the prioritizer, which predicts slack. Otherwise the
@@ -431,7 +436,7 @@ class Mechanism(Backend[_VllmReplica]):
             self._driver.verify(one, num_drafts)
 
     def propose(self, requests: Sequence[Request], proposals: Sequence[list[int]]) -> None:
-        """Store the draft tokens proposed for those requests that are decodes; no step may be in flight."""
+        """Store the draft tokens proposed for the decodes among `requests`; no step may be in flight."""
         self._executor.age()
         pairs = zip(requests, proposals, strict=True)
         self._executor.newest = found = {one: tokens for one, tokens in pairs if tokens and one.is_skipped}
@@ -608,7 +613,8 @@ def make_mechanism(
     """Build the mechanism from settings that contain every size.
 
     `make_memory` builds the KV memory; None for this project's own memory. Raises `ConfigError` for more than one
-    replica, a scaler, pools, an admission policy or an oracle of output lengths, and errors of building policies.
+    replica, a scaler, pools, an admission policy or an oracle of output lengths. Errors of building the policies are
+    passed on.
     """
     replicasets = config.effective_replicasets
     problems = check_scaling("vllm", replicasets) + check_pools("vllm", replicasets)

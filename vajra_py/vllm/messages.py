@@ -43,7 +43,7 @@ class Messages:
         self._zeroes = zeroes and self._managed is None
         self._block_size = replica.limits.block_size
         self._order: Sequence[Request] | None = None
-        """Decodes that the arrays below describe; the pool makes another list when a request joins or leaves."""
+        """Decodes that the arrays below describe; the decode pool replaces this list when a request joins or leaves."""
         self._decodes: list[Record] = []
         self._counts: dict[str, int] = {}
         """Number of tokens of each decode in a step, by request id."""
@@ -56,13 +56,15 @@ class Messages:
         """
         self._step = 0
         self._drafted: tuple[Request, ...] = ()
-        """Requests of the last step if it had drafts.
+        """Requests of the last step if it had drafts; else empty.
 
-        `_room` and `_outputs_ahead` describe these requests, and so do `_decodes` and `_counts` unless `_drafted` is
-        empty.
+        Unless it is empty, `_decodes`, `_counts`, `_room` and `_outputs_ahead` describe these requests, as soon as they
+        have been looked up (`_decodes` is empty until then).
         """
         self._room: list[int] = []
-        """Number of tokens of each request for which the workers have blocks, without a drafter's lookahead."""
+        """For each request, the number of tokens that fit into the blocks known to the workers, less the drafter's
+        lookahead.
+        """
         self._outputs_ahead: list[int] = []
         """Number of output tokens minus number of computed tokens, by request."""
         drafts = replica.parts.options.drafts

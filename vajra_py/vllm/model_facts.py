@@ -30,5 +30,5 @@ def layer_specs_of(kv_cache_config: Any) -> list[Any]:
 
 
 def kv_bytes_per_token_of(layer_specs: Iterable[Any], block_size: int) -> int:
-    """Return the bytes of K and V per token, in all layers of one device; layers that keep states have none."""
+    """Return the bytes of K and V per token, in all layers of one device; layers that keep states count as 0."""
     return int(sum(spec.page_size_bytes for spec in layer_specs if not holds_states(spec))) // block_size

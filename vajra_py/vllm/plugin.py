@@ -1,4 +1,4 @@
-"""Check a vLLM's options before it loads its model, and requests in its front end.
+"""Check the options of a vLLM before it loads its model, and check requests in its front end.
 
 vLLM creates its scheduler last, so a check in the scheduler would fail only after the model is loaded. But vLLM calls
 the plug-ins of `vllm.general_plugins` before it reads its options: this plug-in makes vLLM check every configuration
@@ -121,7 +121,9 @@ def abort_at_once(config: Any) -> None:
 
 
 def end_before_workers() -> None:
-    """Make the scheduling process end the scheduler first: vLLM may kill the process while the workers end."""
+    """Make the scheduling process end the scheduler before the workers: vLLM may kill this process while the workers
+    end.
+    """
     from vllm.v1.engine.core import EngineCore
 
     shutdown = EngineCore.shutdown

@@ -1,7 +1,7 @@
-"""Record a session of a vLLM in a run's folder, like `vajra serve --save-run`, so that it can be compared, plotted and
-replayed.
+"""Record a session of a vLLM in a run's folder, like `vajra serve --save-run`, so that the session can be compared,
+plotted and replayed.
 
-The tokens of a request are written when they are known, which may be after the mechanism has ended it. With
+The tokens of a request are written when they are known, which may be after the mechanism has ended the request. With
 asynchronous scheduling, tokens may be computed after a request has stopped; they are written as 0, since no client
 receives them.
 """
@@ -57,7 +57,7 @@ def start_recording(
 
 
 def _tokens(request: Request, submission: Submission) -> Sequence[int]:
-    """Return the tokens since the submission, cut or padded with 0 to the number that the mechanism has counted."""
+    """Return the tokens since the submission: as many as the mechanism has counted, with 0 in place of missing ones."""
     count = request.num_output_tokens
     known = submission.output[submission.num_kept : submission.num_kept + count]
     return known + [0] * (count - len(known))

@@ -132,11 +132,12 @@ class Record:
 
 
 class Arrivals:
-    """Arrival times of requests: those stated by front ends, adjusted to increase in the order of arrival at the engine.
+    """Arrival times of requests: those stated by front ends, adjusted to increase in the order of arrival at the
+    engine.
 
     Stated times can be out of order (several front ends, slow tokenization of a prompt, a clock that is set back), but
     first come, first served follows the order at the engine, as in vLLM. With `as_stated`, the stated times are used
-    unchanged, as by vLLM with priorities.
+    unchanged, as vLLM does if it orders requests by priority.
     """
 
     def __init__(self, clock: Callable[[], int], *, as_stated: bool) -> None:

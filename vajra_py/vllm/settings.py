@@ -50,7 +50,9 @@ class VajraOptions:
 
 
 def vajra_options_of(additional: Any, environment: Mapping[str, str] = os.environ) -> VajraOptions:
-    """Return each option from `--additional-config` or else from the environment. Raises `ConfigError`."""
+    """Return the options; each is read from `--additional-config` or else from the environment. Raises `ConfigError`
+    for an unknown or malformed option.
+    """
     given = additional.get("vajra", {}) if isinstance(additional, Mapping) else {}
     where = "--additional-config vajra"
     if not isinstance(given, Mapping):
@@ -144,7 +146,9 @@ def described(config: SystemConfig, options: VajraOptions, *, is_async: bool, is
 
 
 def experiment_of(sizes: Sizes, options: VajraOptions, scheduler: Any, registry: Registry) -> SystemConfig:
-    """Return the system with every size written out. Raises `ConfigError`."""
+    """Return the configuration of the system, with all sizes of the vLLM filled in. Raises `ConfigError` if it is
+    invalid.
+    """
     replica: dict[str, Any] = {
         "max_batch_size": sizes.max_num_seqs,
         "max_batch_tokens": sizes.max_step_tokens,
@@ -198,7 +202,9 @@ def _experiment_of_file(
 
 
 def _vllms_own(sizes: Sizes, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the system for vLLM's own algorithm; `options` holds vLLM's options that differ from their defaults."""
+    """Return the configuration of a system that runs vLLM's own algorithm; `options` holds vLLM's options that differ
+    from their defaults.
+    """
     params = {
         "long_prefill_threshold_tokens": options.get("long_prefill_token_threshold", 0),
         "adaptive_share_tokens": sizes.max_input_tokens,

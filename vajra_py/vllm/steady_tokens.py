@@ -35,7 +35,8 @@ class _Batch:
 
     Attributes:
         stops: token ids that end any of them.
-        num_left: lower bound on the number of tokens that each can still take before one must be checked individually.
+        num_left: lower bound on the number of tokens that every request can still take before any request must be
+            checked individually.
     """
 
     records: list[Record]
@@ -61,7 +62,9 @@ class SteadyTokens:
         self._is_new = True
         """True if the requests of the next step must be looked up."""
         self._batch: _Batch | None = None
-        """Requests looked up; None if there are none yet, or one of them must be checked individually in every step."""
+        """Batch of the requests looked up last; None before a lookup, or if one of these requests must be checked
+        individually in every step.
+        """
 
     def forget(self) -> None:
         """Drop the batch, because one of its requests has ended or was resubmitted."""

@@ -25,7 +25,7 @@ class Tables(tuple[list[int], ...]):
 
 
 class Scheduled(NamedTuple):
-    """Tokens of one request that a step computes.
+    """Tokens that a step computes for one request.
 
     Attributes:
         name: the request's name at the workers.

@@ -1,4 +1,4 @@
-"""Column arrays of a workload, with selection and concatenation."""
+"""Arrays for the columns of a workload, and operations that select rows and concatenate columns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StringColumn(Struct, frozen=True):
 
     @classmethod
     def numbered(cls, prefix: str, numbers: I64) -> StringColumn:
-        """Return a column whose strings are `prefix` followed by the row's number."""
+        """Return a column whose strings are `prefix` followed by the row's entry of `numbers`."""
         return cls((prefix,), np.zeros(len(numbers), dtype=np.int32), numbers)
 
     @classmethod

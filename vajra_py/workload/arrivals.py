@@ -130,7 +130,9 @@ class QuantileGaps(_Renewal):
         return np.exp(np.interp(rng.random(size), self.probabilities, logs)) / (self.rate * self._mean_gap_s())
 
     def _mean_gap_s(self) -> float:
-        """Return the mean gap of the interpolated table, in seconds: the sum of the integrals of exp(linear)."""
+        """Return the mean gap of the interpolated table in seconds, by integrating the gap, which is exponential in the
+        probability between entries.
+        """
         low, high = np.array(self.gaps_s[:-1]), np.array(self.gaps_s[1:])
         ratio = np.log(high / low)
         flat = ratio < 1e-9
@@ -204,7 +206,9 @@ def _inverse(targets: F64, origin: tuple[float, float], durations: F64, rates: F
 
 
 class OnOff(_Modulated):
-    """Bursts: on and off times of exponential length with Poisson arrivals (a two-state Markov-modulated process)."""
+    """Bursts: Poisson arrivals whose rate alternates between on and off times of exponential length (a two-state
+    Markov-modulated process).
+    """
 
     type: Literal["on_off"] = "on_off"
     rate: Positive = Field(description="Mean rate over on and off times, in requests per second.")

@@ -62,7 +62,7 @@ class Columns(Struct, frozen=True):
         return len(self.arrived_at)
 
     def stating(self, changes: Mapping[str, FactColumn]) -> Columns:
-        """Return a copy with the columns of these facts replaced."""
+        """Return a copy in which the columns in `changes` replace the present columns of the same facts."""
         return structs.replace(self, stated=in_order({**self.stated, **changes}))
 
     def values(self, name: str) -> list[Any]:

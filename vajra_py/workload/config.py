@@ -43,7 +43,7 @@ class MergeConfig(WorkloadOptions):
     )
 
     def source(self, rng_for: RngFor, base_dir: Path) -> Workload:
-        """Return the parts, each with its own options, on one clock; random streams are named after the parts."""
+        """Apply each part's own options, and merge the parts on one clock; random streams are named after the parts."""
         names = distinct_names([part.name or part.type for part in self.workloads])
         parts: list[Workload] = []
         for part, name in zip(self.workloads, names, strict=True):

@@ -29,7 +29,7 @@ class Draws:
         self._source: Workload | None = None
 
     def fingerprints(self, config: WorkloadOptions, seeds: Sequence[RngFor]) -> list[str]:
-        """Return the fingerprint of the workload for each seed; `seeds` holds the random streams of each.
+        """Return the fingerprint of the workload for each seed; `seeds` holds the random streams of each seed.
 
         Raises `WorkloadError` like `build_workload`.
         """

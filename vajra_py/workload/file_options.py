@@ -92,7 +92,7 @@ class FileOptions(WorkloadOptions):
 
 
 SAMPLING_OPTIONS = frozenset({"window", "window_s", "bootstrap", "thin"})
-"""Options of file types that replace the trace by a random sample of it."""
+"""Options that replace a trace by a random sample of it."""
 
 
 class TraceOptions(FileOptions):

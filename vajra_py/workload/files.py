@@ -166,7 +166,7 @@ class Table:
 
 
 def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of the last line, and the cells, of each non-blank row of a CSV file, header included."""
+    """Yield (number of its last line, its cells) for each non-blank row of a CSV file, header included."""
     reader = csv.reader(iter_lines(file))
     while True:
         try:

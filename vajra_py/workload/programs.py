@@ -1,8 +1,8 @@
 """Draw programs: graphs of LLM calls that run in sequence or in parallel, with tool calls in between.
 
 A graph is drawn for each program; a call is sent some time after the last of its parents has ended. With `context:
-grow`, its prompt consists of the prompt of its first parent, the answers of its parents, and new text (such as the
-output of a tool), so that the program's earlier answers are prefix hits.
+grow`, the prompt of a call consists of the prompt of its first parent, the answers of all its parents, and new text
+(such as the output of a tool), so that the program's earlier answers are prefix hits.
 """
 
 from __future__ import annotations
@@ -315,7 +315,8 @@ def _prompts(
 ) -> tuple[I64, ContentColumn]:
     """Return lengths (tokens) and contents of the prompts.
 
-    `drawn` holds for each call the tokens of new text, the tokens of output, and the number in its id.
+    `drawn` holds for each call the number of tokens of new text, the number of output tokens, and the number in the
+    call's id.
     """
     number_of = max(graph.programs, default=-1) + 1
     systems, system_lengths = system_prompts(calls.system_prompts, rng_for, number_of)

@@ -102,7 +102,8 @@ class PromptContent(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec(StatedFacts):
-    """One request of a workload: the facts that its client states (`StatedFacts`), and those only a simulation may use.
+    """One request of a workload: the facts that its client states (`StatedFacts`), and facts that only a simulation may
+    use.
 
     Attributes:
         request_id: Unique in its workload.

@@ -101,7 +101,8 @@ def thin(
 ) -> Workload:
     """Keep each unit independently with the same probability.
 
-    Exactly one of two is given: the probability `fraction`, or `rate`, the mean number of requests per second to keep.
+    Exactly one of two arguments is given: the probability `fraction`, or `rate`, the mean number of requests per second
+    to keep.
 
     Raises:
         WorkloadError: the rate of the trace is not above `rate`, is undefined, or depends on the system because

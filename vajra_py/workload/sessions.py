@@ -1,7 +1,7 @@
 """Draw conversations whose prompts grow by each answer and share system prompts.
 
 A turn's prompt is the previous prompt, its output, and new text; a session's first prompt is a system prompt and new
-text. So the history of a session, and across sessions the system prompt, are prefix hits.
+text. So later turns of a session hit its history in the prefix cache, and sessions hit the system prompts of others.
 """
 
 from __future__ import annotations

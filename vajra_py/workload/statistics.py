@@ -136,7 +136,7 @@ class _Seen:
             self.depth.append(tokens + (self.depth[parent] if parent != NO_NODE else 0))
 
     def canonical(self, node: int) -> int:
-        """Return the first of all nodes equal to this one; NO_NODE for NO_NODE."""
+        """Return the first node with the same tokens from the root as this one; NO_NODE for NO_NODE."""
         return self.canon[node] if node != NO_NODE else NO_NODE
 
     def add(self, leaf: int, num_prompt_tokens: int) -> int:
@@ -164,8 +164,8 @@ class _Seen:
 
 
 def shared_prompt_tokens(columns: Columns, content: ContentColumn) -> I64:
-    """Return for each request the number of leading prompt tokens that also begin an earlier request's prompt, or its
-    prompt and output.
+    """Return for each request the number of leading prompt tokens that also begin the prompt of an earlier request, or
+    this prompt followed by the earlier request's output.
     """
     seen = _Seen(content.store)
     with_outputs = content.store.has_outputs

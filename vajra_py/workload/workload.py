@@ -281,8 +281,8 @@ class Workload(Sequence[RequestSpec]):
         """Limit prompts to `max_prompt_tokens`, and the sum of prompt and output to `max_total_tokens`.
 
         `drop` removes longer requests (their children follow the nearest ancestors kept). `clip` shortens prompts to
-        `max_prompt_tokens` and to `max_total_tokens` - 1, then outputs to the number of tokens that the prompt leaves.
-        `source["operations"]` records the number of changed requests.
+        `max_prompt_tokens` and to `max_total_tokens` - 1, then outputs to the number of tokens that the prompt leaves
+        of `max_total_tokens`. `source["operations"]` records the number of changed requests.
 
         Raises:
             WorkloadError: a request is too long and `too_long` is "error", or a limit leaves no room for one token each
@@ -376,7 +376,8 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def check_requests(requests: Sequence[RequestSpec], where: str, lines: Sequence[int] | None = None) -> None:
-    """Check that requests form a workload: in order of arrival, unique, with valid values, each after its parents.
+    """Check that requests form a workload: in order of arrival, with unique ids and valid values, each after its
+    parents.
 
     Raises:
         WorkloadError: for the first invalid request; the error gives its line, or its id if `lines` is None.

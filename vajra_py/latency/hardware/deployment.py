@@ -89,7 +89,7 @@ class Deployment(Struct, frozen=True):
         """Return the bytes of weights on one device of the first or last stage, which has `num_layers` layers.
 
         With one pipeline stage, the device holds its part of both the embedding table and the head; with several
-        stages, its part of one of these.
+        stages, its part of only one of the two.
         """
         model = self.model
         elsewhere = model.routed_weights * (self.parallelism.data - 1) // self.parallelism.data

@@ -1,8 +1,8 @@
 """Peak speeds of devices, and the fractions of these speeds that kernels reach.
 
 Each file `hardware/*.json` describes a device, with a source for every value. A user describes a device by the same
-fields without sources: all of them, or changes to a shipped device (`base`). Peaks are those of dense matrices (no
-structured sparsity); bandwidths are those of one direction.
+fields, but without sources. Either all fields are given, or only those that differ from a shipped device (`base`).
+Peaks are those of dense matrices (no structured sparsity); bandwidths are those of one direction.
 """
 
 from __future__ import annotations

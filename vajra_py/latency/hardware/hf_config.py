@@ -1,7 +1,7 @@
 """Read a `ModelSpec` from a Hugging Face `config.json`.
 
-Keys that determine time or memory are required; a missing, ill-typed or unsupported one raises a `ConfigError` that
-names file and key. Defaults are those of the model's class in transformers, and only exist for keys that published
+Keys that determine time or memory are required; a key that is missing, ill-typed or unsupported raises a `ConfigError`
+that names file and key. Defaults are those of the model's class in transformers, and only exist for keys that published
 files omit.
 """
 
@@ -39,8 +39,8 @@ class _Family(Struct, frozen=True):
     tied: bool = False
     head_dim: int | None = None
     sliding_every: int = 1
-    """If the file has a window but no list of layer types, one layer in this many has full attention; 1: every layer
-    has the window."""
+    """Used if the file has a window but no list of layer types: above 1, one layer in this many has full attention; 1:
+    every layer has the window."""
 
 
 _FAMILIES: dict[str, _Family] = {

@@ -15,9 +15,9 @@ CAPTURE_LIMIT = 512
 class HostOverhead(Struct, frozen=True):
     """Time that scheduling, input preparation, sampling and output processing add to steps and requests, in seconds.
 
-    Without asynchronous scheduling the GPU waits for the host in every step. With it the host prepares the next step
-    while the GPU computes, so nothing is added unless the host takes longer than the GPU, or a calibration found an
-    `exposed_s`.
+    Without asynchronous scheduling the GPU waits for the host in every step. With asynchronous scheduling the host
+    prepares the next step while the GPU computes, so nothing is added unless the host takes longer than the GPU, or a
+    calibration found an `exposed_s`.
     """
 
     step_base_s: float = 0.0
@@ -59,7 +59,7 @@ HOST_OVERHEADS = MappingProxyType(
 
 
 def host_overhead(name: str, **changes: float | bool | None) -> HostOverhead:
-    """Return the overhead with this name, with values replaced by those of `changes` that are not None.
+    """Return the overhead with this name. Each value of `changes` that is not None replaces the overhead's own value.
 
     Raises:
         ConfigError: there is no overhead of that name.

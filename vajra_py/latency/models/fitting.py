@@ -26,9 +26,9 @@ from vajra_py.latency.models.tabular import read_columns
 Floats = npt.NDArray[np.float64]
 
 _KNOTS = {"num_tokens": (8, 2), "decode_context_tokens": (1, 4), "prefill_attention_pairs": (1, 4)}
-"""Numbers that determine the knots of each curve: a knot lies at every number up to the first one, and beyond it at
-powers of the second one. Matrix products of one, two or a few rows use different algorithms, while the time of
-attention grows evenly.
+"""For each curve, the two numbers (singles, factor) that determine its knots: a knot lies at every integer up to
+`singles`, and from there on each knot lies at `factor` times the knot before. Matrix products of one, two or a few rows
+use different algorithms, while the time of attention grows evenly.
 """
 _FREE = "num_tokens"
 """Name of the only curve that may decrease at its first knots."""
@@ -146,8 +146,8 @@ def errors_of(predict: Callable[[BatchFeatures], float], measured: Sequence[Meas
 
 
 def _knots(values: Sequence[float], singles: int, factor: int) -> list[float]:
-    """Return the knots: 0, the largest value and, between them, every integer up to `singles` and every further power
-    of `factor`, without the knots that would leave a segment without values.
+    """Return the knots: 0, the largest value and, between them, the numbers that `_KNOTS` describes. A knot is left out
+    if the segment that ends there would contain no value.
     """
     largest = max(values)
     knots, top = [0.0], 1
@@ -162,7 +162,7 @@ def _functions(name: str, knots: list[float], values: Floats) -> list[Floats]:
     """Return the functions whose weighted sum is the curve, evaluated at `values`.
 
     The functions are segments and, for the curve that may decrease, a level at each of its first knots. That curve is
-    linear between levels, equal to the first level before it, and increases after the last one.
+    constant before the first of these knots, linear between them, and non-decreasing after the last of them.
     """
     if name != _FREE:
         return _segments(values, knots)

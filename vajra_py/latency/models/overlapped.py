@@ -1,9 +1,9 @@
 """Roofline step time where arithmetic, memory traffic and exchanges of a device overlap, or run one after the other.
 
-The work is that of `RooflineModel`, operator by operator; only the degree of overlap of the resources differs. No
-schedule of the operators takes longer than the sum of all times (`none`), or less than the largest of the sums by
-resource (`step`). Sources: Zhu et al., "NanoFlow" (2408.12757), overlap over the whole step; Kamath et al.,
-"POD-Attention" (2410.18038), overlap of the two kinds of attention.
+The work is that of `RooflineModel`, operator by operator; only the degree of overlap of the resources differs. Any
+schedule of the operators takes at most the sum of all times (`none`), and at least the largest of the sums by resource
+(`step`). Sources: Zhu et al., "NanoFlow" (2408.12757), overlap over the whole step; Kamath et al., "POD-Attention"
+(2410.18038), overlap of the two kinds of attention.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class OverlappedRooflineModel:
         self._last_share = self.deployment.num_last_layers / model.num_layers
 
     def batch_time_s(self, features: BatchFeatures) -> float:
-        """Return the seconds from the batch's entry into the first stage until its tokens leave the last.
+        """Return the seconds from the batch's entry into the first stage until its tokens leave the last stage.
 
-        Without tokens, these are the seconds of copying the swapped bytes.
+        For a batch without tokens, they are the seconds of copying the swapped bytes.
         """
         if not features.num_tokens:
             return features.swap_bytes * self._step.swap_byte_s
@@ -159,8 +159,8 @@ class OverlappedRooflineModel:
         return sum(map(max, operators))
 
     def _operators(self, features: BatchFeatures) -> tuple[list[Work], Work]:
-        """Return (work of each operator over all layers, work of the head); the attention of prefills and that of
-        decodes come first among the operators.
+        """Return (work of each operator over all layers, work of the head); the first two operators are the attention
+        of prefills and the attention of decodes.
         """
         layers, step, tokens = self._layers, self._step, features.num_tokens
         operators = [

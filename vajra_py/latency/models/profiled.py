@@ -1,8 +1,8 @@
 """Step time from a profile, which `vajra profile` measures or `fitting` fits to a table of measured steps.
 
-A step takes a base time; piecewise-linear times for its tokens (matrix products are cheaper per token in larger
-batches), for the context of its decodes, and for the query-key pairs of its prompts' attention; times per decode,
-chunk, token of chunks' context and byte swapped; and the engine's time for forming the step. Each part is
+The time of a step is a sum: a base time; piecewise-linear times for its tokens (matrix products are cheaper per token
+in larger batches), for the context of its decodes, and for the query-key pairs of its prompts' attention; times per
+decode, chunk, token of chunks' context and byte swapped; and the engine's time for forming the step. Each part is
 non-decreasing, except over the first few tokens: two rows may take longer than four, since libraries use different
 algorithms.
 """

@@ -123,9 +123,9 @@ class RooflineModel:
         self._last_share = self.deployment.num_last_layers / model.num_layers
 
     def batch_time_s(self, features: BatchFeatures) -> float:
-        """Return the seconds from the batch's entry into the first stage until its tokens leave the last.
+        """Return the seconds from the batch's entry into the first stage until its tokens leave the last stage.
 
-        Without tokens, these are the seconds of copying the swapped bytes.
+        For a batch without tokens, they are the seconds of copying the swapped bytes.
         """
         num_decodes = features.num_decodes
         num_tokens = num_decodes + features.prefill_tokens + features.num_draft_tokens
@@ -242,9 +242,9 @@ class RooflineModel:
         return time
 
     def _products_s(self, num_tokens: int) -> float:
-        """Return the seconds that depend only on the number of tokens.
+        """Return the seconds of all work whose time depends only on the number of tokens.
 
-        These are products with weights, element-wise work and latencies.
+        This work is products with weights, element-wise kernels and latencies.
         """
         (
             dense_weights_s, dense_token_s, dense_flops_s, expert_weights_s, expert_missed, expert_flops_s, expert_token_s,
@@ -283,7 +283,7 @@ class RooflineModel:
         return time
 
     def _head_s(self, num_rows: int) -> float:
-        """Return the seconds of the output layer, with one row for every request of the batch and for every draft."""
+        """Return the seconds of the output layer; `num_rows` is the number of requests plus that of draft tokens."""
         step = self._step
         memory, flops = step.head_weights_s + num_rows * step.head_row_s, num_rows * step.head_flops_s
         return sqrt(memory * memory + flops * flops)
@@ -372,9 +372,10 @@ def decode_key_s(deployment: Deployment) -> tuple[float, float]:
 
 
 def elementwise_token_s(deployment: Deployment) -> float:
-    """Return the seconds per token of element-wise kernels, which take the time of their memory traffic.
+    """Return the seconds per token of element-wise kernels; the time of such a kernel is the time of its memory
+    traffic.
 
-    These are norms with residuals, rotary embedding, activation and cache write.
+    The kernels are norms with residuals, rotary embedding, activation and cache write.
     """
     model, device, tensor = deployment.model, deployment.device, deployment.parallelism.tensor
     state = DTYPE_BYTES[deployment.activation_dtype]

@@ -51,7 +51,9 @@ class DecodeRow:
 
 
 class MixedSlice:
-    """Times of one attention call with a chunk and a fixed number of decodes, by (chunk, its context, decodes' mean context)."""
+    """Times of one attention call with a chunk and a fixed number of decodes, by (chunk, chunk's context, decodes' mean
+    context).
+    """
 
     __slots__ = ("_chunks", "_contexts", "_decode_contexts", "_stride_chunk", "_stride_context", "_times")
 
@@ -98,9 +100,9 @@ def _equal(_axes: tuple[Array, ...]) -> Grid | None:
 class AttentionGrid:
     """Attention times of one layer in microseconds, from rows of (chunk, context, decodes, decode context, time).
 
-    The rows were measured with decodes of equal context. For unequal ones, `decode_factor` (given the axes decodes and
-    context) and `mixed_factor` (given decodes, chunk, chunk's context, decodes' context) return factors on the times at
-    the grid's points.
+    The rows were measured with decodes of equal context. For unequal contexts, `decode_factor` (given the axes decodes
+    and context) and `mixed_factor` (given decodes, chunk, chunk's context, decodes' context) return factors on the
+    times at the grid's points.
     """
 
     def __init__(self, rows: Array, decode_factor: Factor = _equal, mixed_factor: Factor = _equal) -> None:

@@ -74,7 +74,7 @@ class Bundle:
     hardware: str
     gpu: str
     engine: str
-    """Engine, with version, that ran the operators."""
+    """Name and version of the engine that ran the operators."""
     variant: str
     tensor_parallel: int
     dense: dict[str, Samples]

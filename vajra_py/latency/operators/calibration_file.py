@@ -1,4 +1,4 @@
-"""A calibration: corrections of a latency model that were fitted to a measured run, and the errors on other data."""
+"""A calibration: corrections of a latency model, which were fitted to a measured run, and its errors on other data."""
 
 from __future__ import annotations
 

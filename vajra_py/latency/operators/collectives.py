@@ -22,8 +22,9 @@ class Link:
 class Collectives:
     """Collectives of `tensor` tensor-parallel ranks, and of `ranks` data-parallel ranks that divide the experts.
 
-    Times of all-reduces are interpolated by bytes between measured ones (`measured`). Without these, and for exchanges
-    with the experts, a time is the link's latency, plus the bytes that one GPU sends divided by the bandwidth.
+    Times of all-reduces are interpolated by bytes between measured ones (`measured`). Without measured times, and for
+    exchanges with the experts, a time is the link's latency, plus the bytes that one GPU sends divided by the
+    bandwidth.
     """
 
     def __init__(self, model: ModelSpec, tensor: int, ranks: int, link: Link | None, measured: Samples | None) -> None:

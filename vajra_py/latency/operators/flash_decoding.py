@@ -208,7 +208,8 @@ def fitted_peak_share(samples: Array, kernel: DecodeKernel) -> float:
 def _few_long(samples: Array, kernel: DecodeKernel) -> list[SkewSample]:
     """Return one batch for each of the smallest numbers of decodes whose contexts are not split.
 
-    It is a measured batch with the fewest long contexts, and its ratio is the median over all batches with as few.
+    For each of these numbers, it is a measured batch with the fewest long contexts. Its ratio is the median over all
+    batches with the same numbers of decodes and of long contexts.
     """
     chosen = []
     alone = samples[(samples[:, 1] == 0) & (samples[:, 4] < samples[:, 0])]

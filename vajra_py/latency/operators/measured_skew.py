@@ -18,9 +18,7 @@ from vajra_py.latency.operators.bundle_files import SkewSample
 Array = npt.NDArray[np.float64]
 
 WINDOW = 0.2
-"""Largest difference between the variation of contexts in a measured batch and the requested variation, for the batch
-to be used.
-"""
+"""A measured batch is used if the variation of its contexts differs from the requested variation by at most this."""
 _PLACES = {name: index for index, name in enumerate(SkewSample._fields)}
 DECODES_ALONE = ("num_decodes", "mean_context")
 BESIDE_CHUNKS = ("num_decodes", "prefill_chunk", "prefill_context", "mean_context")

@@ -2,8 +2,8 @@
 
 Every operator of a step is looked up by its sizes on one GPU. Times that the tables lack follow from rules: norms,
 activations, rotary embedding and embedding take the time of their memory traffic; attention of a chunk with cached
-context takes the difference of two causal prefills, but at least the time of the chunk alone or of one decode with that
-context. `Operators.filled` names the dense operators with such times.
+context takes the difference between the times of two causal prefills, but no less than the chunk alone, and no less
+than one decode with that context. `Operators.filled` names the dense operators with such times.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class OperatorTablesModel(ProfileBundleModel):
         return self._filled_time_s / self._taken_s if self._taken_s else 0.0
 
     def describe(self) -> ModelDescription:
-        """Describe the model like one from a bundle, with the fraction of time that was not measured; see
+        """Describe the model as `ProfileBundleModel` does, and add the fraction of time that was not measured; see
         `DescribesModel`.
         """
         described = super().describe()
@@ -85,7 +85,7 @@ class OperatorTablesModel(ProfileBundleModel):
         return filled
 
     def _attention_s(self, features: BatchFeatures, seconds: float) -> float:
-        """Return the seconds of attention in a step with prompts that takes `seconds`; 0 beyond the tables."""
+        """Return the part of attention in `seconds`, the time of a step with prompts; 0 if it is beyond the tables."""
         if self._is_sum_of_parts(features):
             parts = self._parts(features) if self.covers(features) else {}
             return parts.get("prefill_attention", 0.0) + parts.get("decode_attention", 0.0)

@@ -26,7 +26,7 @@ Array = npt.NDArray[np.float64]
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 PACKAGE = "aiconfigurator_core"
 CONVERSIONS = {"static": ("computescale_perf",), "fused": ("computescale_perf", "scale_matrix_perf")}
-"""Tables of the conversions whose time is subtracted from that of 8-bit products, by kind of conversion."""
+"""For each kind of conversion, the tables whose times are subtracted from the times of 8-bit products."""
 LEAST_LEFT = 0.3
 """Minimum fraction of a measured product's time that is left after subtracting conversions."""
 
@@ -200,8 +200,8 @@ class GemmTimes:
 
     If several kernels were measured, the fastest one counts. Between measured matrix sizes, the time is linear in both
     sizes; beyond them it grows in proportion to the size of the matrix. 8-bit products were measured together with the
-    conversion of their input, whose parts have their own tables: with `static` scales, the time of the search for the
-    scale is subtracted, and with `fused` conversion the time of the whole conversion.
+    conversion of their input, and the parts of this conversion have tables of their own: with `static` scales, the time
+    of the search for the scale is subtracted, and with `fused` conversion the time of the whole conversion.
     """
 
     def __init__(self, tables: OperatorTables, precision: str, conversion: str = "dynamic") -> None:

@@ -435,7 +435,7 @@ class ProfileBundleModel:
         return UnequalContexts(kernel, self.options.context_variation, self._attention.decode_counts.tolist())
 
     def _padded(self, tokens: int) -> int:
-        """Return the number of computed tokens, with padding, for `tokens` tokens."""
+        """Return the number of tokens computed for a batch of `tokens` tokens, including the padding of CUDA graphs."""
         captured = self._captured
         if not captured or tokens > captured[-1]:
             return tokens

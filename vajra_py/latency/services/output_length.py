@@ -72,9 +72,10 @@ class QuantileLengths:
         self._tokens = [quantiles[fraction] for fraction in self._fractions]
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """Return mean, median and 90th percentile of the lengths above the generated tokens.
+        """Return mean, median and 90th percentile of those lengths that are above the number of generated tokens.
 
-        For a request that has generated at least the largest length, all three are its generated tokens.
+        For a request that has generated at least the largest length, all three are the number of tokens that it has
+        generated.
         """
         view = cast(RequestView, request)
         passed = self._fraction(view.num_output_tokens)
@@ -133,7 +134,7 @@ class HistoryLengths:
         self._recent: dict[str, deque[int]] = {}
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """Return mean, median and 90th percentile of the kept lengths above the generated tokens."""
+        """Return mean, median and 90th percentile of the kept lengths that are above the number of generated tokens."""
         view = cast(RequestView, request)
         generated = view.num_output_tokens
         longer = sorted(length for length in self._recent.get(self._owner(view), ()) if length > generated)

@@ -22,7 +22,9 @@ _KINDS = {
     "sessions": "SessionsConfig",
     "synthetic": "SyntheticConfig",
 }
-"""Class of each `type`, in the module of that name; the class of `merge` is in `vajra_py.workload.config`."""
+"""Name of the class for each `type`. The class is defined in the module named like the type; the class of `merge` is in
+`vajra_py.workload.config`.
+"""
 
 
 def kind_of_workload(type_name: object) -> type[WorkloadOptions] | None:

@@ -149,18 +149,18 @@ def read_agentic(
 ) -> Workload:
     """Read the sessions of a file as a workload.
 
-    Sessions whose tool definitions have equal lengths share them (and system prompts of equal length after them); other
-    content is unique to its session, even if recorded block ids are equal. Requests without output are dropped and
-    counted.
+    Sessions share their tool definitions if these have equal lengths, and then also their system prompts if these have
+    equal lengths; other content is unique to its session, even if recorded block ids are equal. Requests without output
+    are dropped and counted.
 
     Args:
         file: file as described at `read_agentic_sessions`.
         starts: function that returns ascending start times, in seconds, for a number of sessions, since the trace has
             no clock across sessions; None starts all sessions at 0.
         num_sessions: number of sessions to take from the start of the file; None for all.
-        mode: `closed` sends a turn a think time after the end of the previous turn; `open` sends each turn at its
-            recorded time; `programs` is like `closed`, but each session is also a program whose calls state their
-            parents, and whose last call is marked as such.
+        mode: `closed` sends a turn as soon as its think time has passed since the end of the previous turn; `open`
+            sends each turn at its recorded time; `programs` is like `closed`, but each session is also a program whose
+            calls state their parents, and whose last call is marked as such.
 
     Raises:
         WorkloadError: the file is not as described, or has fewer than `num_sessions` sessions.

@@ -160,7 +160,7 @@ def read_lengths(
         file: CSV file with a header.
         arrivals: function that returns arrival times, in seconds, for a number of requests; None uses the file's
             column.
-        num_requests: number of requests; None for all rows. A number above the file's rows needs `sample`.
+        num_requests: number of requests; None for all rows. A number greater than the number of rows needs `sample`.
         sample: draws rows with replacement; None takes the first rows. Needs `arrivals`.
         layout: columns in addition to those found by name.
 
