@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.route.route_harness import REGISTRY, Router, replayed, routing, words
+from vajra_py.contract import (
+    Accept,
+    AdmissionDecision,
+    AdmissionSpec,
+    PolicyConfig,
+    PolicyContext,
+    ReplicasetView,
+    RequestView,
+)
+from vajra_py.plugins import load_registry
+
+
+class NoParameters(PolicyConfig):
+    """No parameters."""
 
 
 def ask(router: Router, prompt: str, num_tokens: int = 4, **more: Any) -> httpx.Response:
@@ -248,6 +263,27 @@ def test_admission_refuses_by_what_servers_report(tmp_path: Path) -> None:
         go_on.set()
         client.join(30)
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "shed")
+    assert replayed(tmp_path / "run").is_equal
+
+
+class TwoTokens:
+    """Reduces every request to two output tokens."""
+
+    def __init__(self, config: PolicyConfig, context: PolicyContext) -> None:
+        pass
+
+    def admit(self, request: RequestView, replicasets: Sequence[ReplicasetView], now: float) -> AdmissionDecision:
+        return Accept(max_tokens=2)
+
+
+def test_a_limit_that_admission_reduces_reaches_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = AdmissionSpec("two_tokens", NoParameters, TwoTokens, "Two tokens for everybody.")
+    monkeypatch.setattr("tests.route.route_harness.REGISTRY", load_registry().with_policies([spec]))
+    with routing(1, tmp_path / "run", scheduling={"admission": "two_tokens"}) as (router, fakes):
+        assert text_of(ask(router, "prompt", 6)) == "".join(words("prompt", 2))
+        ask(router, "another", 6, max_completion_tokens=6)
+        assert fakes[0].bodies[0]["max_tokens"] == 2
+        assert fakes[0].bodies[1]["max_completion_tokens"] == 2
     assert replayed(tmp_path / "run").is_equal
 
 

@@ -164,6 +164,12 @@ def for_prompt(body: Mapping[str, Any]) -> bytes:
     return json.dumps({**own, **limits, "kv_transfer_params": params}).encode()
 
 
+def with_limit(body: Mapping[str, Any], max_tokens: int) -> bytes:
+    """Return the body with this maximum number of output tokens in place of the client's."""
+    name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+    return json.dumps({**body, name: max_tokens}).encode()
+
+
 def with_kv(body: Mapping[str, Any], params: Any) -> bytes:
     """Return the body that makes a server decode with KV from another server; `params`: `kv_transfer_params` from that
     server's answer.

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from starlette.types import Receive, Scope, Send
 
 from vajra_py.contract.observer import EndReason
-from vajra_py.route.body import for_prompt, with_kv
+from vajra_py.route.body import for_prompt, with_kv, with_limit
 from vajra_py.route.client import Headers
 from vajra_py.route.connections import Connection, ServerAnswer, ServerFault
 from vajra_py.route.core import AGAIN, PROMPT
@@ -193,7 +193,9 @@ class Exchange:
     async def _answer_at(self, place: Place) -> None:
         session, client = self._session, self._session.client
         assert client is not None
-        body = self._raw
+        body, request = self._raw, self.routed.request
+        if request is not None and request.admission is not None and request.admission.max_tokens is not None:
+            body = with_limit(from_json(body), request.admission.max_tokens)
         if self.routed.kv_params is not None:
             body, self.routed.kv_params = with_kv(from_json(body), self.routed.kv_params), None
         connection = await self._connect(place)

@@ -105,6 +105,7 @@ class Admission(Struct):
     Attributes:
         outcome: "accepted", "degraded", "refused", or "deferred" (no decision yet, or the request ended before one).
         degraded: new values set by the admission policy, such as `max_tokens=64, slo_class=batch`.
+        max_tokens: reduced maximum number of output tokens; None if the policy did not reduce it.
         refusal: reason of the request's refusal.
         retry_after_s: seconds after which the client of a refused request may try again.
         num_deferrals: number of times that the request was deferred.
@@ -115,6 +116,7 @@ class Admission(Struct):
 
     outcome: str = ""
     degraded: str = ""
+    max_tokens: int | None = None
     refusal: str = ""
     retry_after_s: float | None = None
     num_deferrals: int = 0

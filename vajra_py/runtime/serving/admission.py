@@ -280,7 +280,9 @@ class AdmissionGate:
             before.outcome, before.refusal = "refused", decision.reason
             before.retry_after_s = None if decision.retry_after_s is None else float(decision.retry_after_s)
             return True
+        limit = request.max_tokens
         before.degraded = _degrade(request, decision)
+        before.max_tokens = request.max_tokens if request.max_tokens < limit else None
         before.outcome = "degraded" if before.degraded else "accepted"
         return was_deferred or bool(before.degraded)
 
