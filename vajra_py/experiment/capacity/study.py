@@ -407,9 +407,9 @@ class _Search:
 
 
 def metric_value(summary: Summary, metric: SloMetric) -> float | None:
-    """Return the value of an SLO's metric in a run; None if no request has a value and none completed.
+    """Return the value of an SLO's metric in a run; None if there is no value because no request completed.
 
-    Raises `RunError` for a group that the run does not have, and if requests completed but none of them has a value.
+    Raises `RunError` if the run does not have the metric's group, or if requests completed but there is no value.
     """
     group: Any = summary.data.get("overall", {})
     if metric.group is not None:

@@ -85,7 +85,7 @@ class MeasuredRequests:
 
     @property
     def tpot_s(self) -> Floats:
-        """Time per output token after the first of each request, in seconds; NaN for answers of one token."""
+        """Mean time between output tokens of each request (TPOT), in seconds; NaN for answers of one token."""
         after = self.num_output_tokens - 1
         spent = self.last_token_at - self.first_token_at
         return np.where(after > 0, spent / np.maximum(after, 1), np.nan)

@@ -183,7 +183,7 @@ def service_gaps(run: RunData, weights: ServiceWeights) -> ServiceGaps | None:
 
 
 def _area(moments: Floats, edges: Floats) -> Floats:
-    """Return the integral over each bin of the number of moments that have passed."""
+    """For each bin, return the integral over time of the number of `moments` that have passed."""
     ordered = np.sort(moments)
     passed = np.searchsorted(ordered, edges, side="right")
     sums = np.concatenate(([0.0], np.cumsum(ordered)))
@@ -191,8 +191,8 @@ def _area(moments: Floats, edges: Floats) -> Floats:
 
 
 def _mean_held(columns: dict[str, NDArray[Any]], edges: Floats) -> Floats:
-    """Return the mean use of a replica's KV blocks in each bin. A step's use lasts until the step ends, or until the
-    next step if requests remain on the replica.
+    """Return the mean fraction of one replica's KV blocks in use in each bin. A step's blocks count as in use until the
+    step ends, or until the next step is formed if requests remain on the replica.
     """
     order = np.argsort(columns["formed_at"], kind="stable")
     formed_at, use = columns["formed_at"][order], columns["used_fraction"][order]

@@ -91,7 +91,7 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Style of a series: positions in `COLOURS` and `DASHES`; a muted one is grey in the background."""
+    """Style of a series: positions in `COLOURS` and `DASHES`; a muted series is grey in the background."""
 
     colour: int | None
     """None for the colour `INK`: for a baseline, and for a legend entry that explains only a dash."""
@@ -168,7 +168,7 @@ def _use_settings(width_in: float) -> None:
 def new_figure(num_rows: int, num_columns: int, row_height_in: float, **shared: Any) -> tuple[Figure, NDArray[Any]]:
     """Return a figure of the current width with a grid of axes (always a 2-D array); `row_height_in` is in inches.
 
-    Panels that do not fit side by side in a narrow figure are wrapped to further rows. If the rows would be taller than
+    Panels that do not fit side by side are wrapped to further rows. If the rows of a narrow figure would be taller than
     a page, more panels are placed side by side; if that is not enough, panels are made less tall.
     """
     import matplotlib

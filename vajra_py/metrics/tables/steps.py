@@ -68,8 +68,8 @@ _FIELDS = (
     *(("formed_at", "d"), ("duration_s", "d"), ("used_fraction", "d")),
 )
 """Fields of a record. They describe the record's first step, except `num_waiting_after`, which describes the later
-steps. The last three are NaN unless they override the values derived from ticks and blocks, as for rows appended by
-`append`.
+steps. The last three replace the values that are derived from ticks and blocks, for example in rows added by `append`;
+they are NaN where the derived values apply.
 """
 
 
