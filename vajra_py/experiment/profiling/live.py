@@ -49,7 +49,7 @@ class _Watch(Observer):
 
 
 class _Allocated:
-    """Wrapper of a `ModelRunner` whose KV memory is already allocated, and which stays open after `close`."""
+    """Wrapper of a `ModelRunner` that has its KV memory already; `close` leaves the runner open."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
