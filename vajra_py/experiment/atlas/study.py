@@ -107,7 +107,7 @@ class Execution:
     """Options of the runs of an atlas."""
 
     workers: int | None = None
-    """Number of concurrent runs; None for one per core."""
+    """Number of concurrent runs; None for the default of `sweep`."""
     overwrite: bool = False
     """True if finished runs are repeated and their results overwritten."""
     progress: SweepProgress | None = None
@@ -118,7 +118,7 @@ class Execution:
 def run_atlas(
     asked: Request, plans: Sequence[Plan], registry: Registry, execution: Execution | None = None
 ) -> AtlasResult:
-    """Execute the unfinished runs and compare all runs.
+    """Execute the unfinished runs (with `execution.overwrite`, all runs) and compare all runs that succeeded.
 
     Raises:
         RunInterrupted: The user stopped the atlas; finished runs are kept.

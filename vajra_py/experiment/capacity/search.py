@@ -122,9 +122,9 @@ def search_replicas(slo: Slo, ranges: Sequence[range], costs: Sequence[float], r
 
     The search assumes that more replicas of an existing kind never reduce the slack, so each test rules out many
     settings. If the SLO fails, it fails for all settings with at most as many replicas of each kind and the same kinds
-    absent; if it holds, all settings of equal or higher cost are ruled out. The interval of the cost extends from the
-    cheapest setting at which the SLO may hold (upper ends of the slacks' intervals) to the cheapest at which it
-    certainly holds (lower ends).
+    absent; if it holds, all settings of higher cost are ruled out. The interval of the cost extends from the cheapest
+    setting at which the SLO may hold (upper ends of the slacks' intervals) to the cheapest at which it certainly holds
+    (lower ends).
     """
     seen = _Seen(slo)
     candidates = sorted(filter(any, itertools.product(*ranges)), key=lambda one: (_cost(one, costs), one))

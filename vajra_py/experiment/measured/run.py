@@ -177,7 +177,8 @@ def settings_of(meta: Mapping[str, Any], file: Path) -> EngineSettings:
     present.
 
     Raises:
-        ConfigError: A size is not a positive integer, or the model is not named; the error names `file`.
+        ConfigError: A setting has an invalid value or cannot be simulated, or the model is not named; the error names
+            `file`.
     """
     given = meta["engine_kwargs"]
     resolved = meta.get("resolved_config") or {}

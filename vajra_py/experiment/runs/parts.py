@@ -64,7 +64,7 @@ def run_in_parts(
     """Run an experiment in parts and open its results, or return the reason why a part failed.
 
     Parts are written beside the run's folder and removed at the end. After an interruption, finished parts are not
-    repeated, unless `overwrite` is set or their inputs have changed.
+    repeated, unless `overwrite` is set, or their inputs or the installed versions have changed.
     """
     place = RunFolder(config.output_dir / config.name)
     folder = place.path.with_name(f".{place.path.name}.parts")

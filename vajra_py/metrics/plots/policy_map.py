@@ -65,7 +65,7 @@ def policy_map(workloads: Sequence[WorkloadComparison], rank: int | None = None)
     lowest load, None its main load.
 
     Colours show how much better or worse than the baseline a value is; they are pale if the difference is not
-    significant.
+    significant. Cells of overloaded policies are grey.
     """
     policies = workloads[0].policies
     widths = [max(1, len(own.metrics)) for own in workloads]

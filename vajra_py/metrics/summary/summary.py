@@ -324,7 +324,7 @@ _RATES = ("requests_per_s", "output_tokens_per_s", "prompt_tokens_per_s")
 
 
 _CUT = np.array([reason not in (*COMPLETED_REASONS, EndReason.REJECTED.value) for reason in REASONS])
-"""Mask over `REASONS`: True for requests that waited or ran without receiving a complete answer."""
+"""Mask over `REASONS`: True for end reasons of requests that waited or ran without receiving a complete answer."""
 
 
 def _censored(columns: _Columns, arrived: Ints) -> Section:
