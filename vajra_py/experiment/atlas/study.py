@@ -216,7 +216,7 @@ def _problems(plan: Plan, registry: Registry) -> Iterable[Problem]:
 
 
 def _shifted(progress: SweepProgress | None, num_before: int, plan: Plan) -> SweepProgress | None:
-    """Return a progress function that shifts a workload's run numbers to those of the whole atlas."""
+    """Return a progress function that replaces a workload's run numbers and labels by those of the whole atlas."""
     if progress is None:
         return None
 

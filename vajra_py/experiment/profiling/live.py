@@ -23,8 +23,8 @@ _MAX_LIVE_STEPS = 600
 
 @dataclass(frozen=True, slots=True)
 class LiveStep:
-    """Step of the running engine: the time from forming it to processing its tokens, and the part that was not
-    computation, in seconds.
+    """Step of the running engine: the time from forming it to processing its tokens, and the part of this time that was
+    not computation, in seconds.
     """
 
     features: BatchFeatures

@@ -60,7 +60,7 @@ End: TypeAlias = tuple[int, "str | None"]
 
 
 MakePool: TypeAlias = Callable[["TaskProgress | None"], "RunPool"]
-"""Function that creates a pool; the pool reports the progress of its tasks to the argument, unless that is None."""
+"""Function that creates a pool. The pool reports the progress of its tasks to the given function, if any."""
 
 
 class RunPool(Protocol):

@@ -117,7 +117,7 @@ class SimulatedRun:
 
 def _acceptance(run: Run) -> AcceptanceModel | None:
     """Return the acceptance model of draft tokens; None without drafts. Raises `ConfigError` if its settings are
-    missing, or have fewer positions than a replica may have drafts.
+    missing, or cover fewer draft positions than a replica may use.
     """
     settings = run.config.backend.settings.drafts
     most = max(one.draft.most_tokens for one in run.config.replica_settings)

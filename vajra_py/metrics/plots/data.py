@@ -166,8 +166,8 @@ def service_over_time(run: RunData, edges: Floats, weights: ServiceWeights) -> d
 
 
 def service_gaps(run: RunData, weights: ServiceWeights) -> ServiceGaps | None:
-    """Return the differences of service between tenants that are backlogged together; None if no two tenants
-    ever are.
+    """Return the differences of service between tenants that are backlogged together; None if no two tenants are ever
+    backlogged together.
     """
     table = run.requests(
         "tenant", "arrived_at", "admitted_at", "first_token_at", "ended_at", "num_prompt_tokens", "num_output_tokens"
@@ -213,7 +213,9 @@ def _sum_until(moments: Floats, amounts: NDArray[Any], edges: Floats) -> Floats:
 
 
 def _ramps(begins: Floats, ends: Floats, amounts: NDArray[Any], edges: Floats) -> Floats:
-    """Return the sum at each edge of amounts that accrue evenly from begin to end, or at once if both are equal."""
+    """Return, for each edge, the total that has accrued until then. Each amount accrues evenly from its begin to its
+    end, or at once if both are equal.
+    """
     span = ends - begins
     instant = span <= 0
     rate = amounts[~instant] / span[~instant]

@@ -76,9 +76,9 @@ def originals(runs: Sequence[RunData]) -> list[int]:
 
 
 def num_asked(runs: Sequence[RunData]) -> int:
-    """Return the number of seeds that these runs of a setting represent; none of the runs may repeat another one.
+    """Return the number of seeds that these runs of one setting represent. The runs must not repeat one another.
 
-    A summary's number of seeds counts only if all runs that represent these seeds are given.
+    The number of seeds in a summary (`SECTION`) is used only if at least as many runs are given as the summary states.
     """
     asked = [int(run.summary.value(f"{SECTION}.asked") or 0) for run in runs]
     needed = [int(run.summary.value(f"{SECTION}.run") or 0) for run in runs]

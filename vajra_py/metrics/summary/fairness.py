@@ -262,7 +262,7 @@ def _shared_span(begins: Floats, ends: Floats) -> tuple[float, float] | None:
 
 
 def _covered_cells(owner: Ints, begins: Floats, ends: Floats, edges: Floats, num_owners: int) -> Bools:
-    """Return a mask, shape (owners, cells), of the cells that an owner's intervals cover completely."""
+    """Return a mask, shape (owners, cells): True where one of the owner's intervals covers the whole cell."""
     slack = 1e-9 * (edges[-1] - edges[0])
     first = np.searchsorted(edges, begins - slack, side="left")
     last = np.searchsorted(edges, ends + slack, side="right") - 1
