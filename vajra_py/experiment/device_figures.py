@@ -23,8 +23,8 @@ def latency_models(
 ) -> dict[str, LatencyModel]:
     """Return the latency model of each replicaset; empty for a real engine.
 
-    Keys are the names of the replicasets and, for pools with a latency model of their own, `model_key`. Replicasets
-    without a model of their own have the `shared` one; if that is None, a model built from the backend's settings.
+    Keys are the names of the replicasets and, for pools with a latency model of their own, `model_key`. A replicaset
+    without a model of its own has `shared` or, if `shared` is None, a model built from the backend's settings.
     """
     if config.backend.kind != "simulator":
         return {}

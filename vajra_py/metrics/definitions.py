@@ -23,7 +23,7 @@ Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
 UNFINISHED = "unfinished"
-"""`reason` of a request that had not ended when the run did; every other value is one of `EndReason`."""
+"""`reason` of a request that had not ended at the end of the run; every other value is one of `EndReason`."""
 
 COMPLETED_REASONS = (EndReason.STOP.value, EndReason.LENGTH.value)
 """End reasons of requests that received their complete answer."""

@@ -57,7 +57,8 @@ def entries_of(
 
     Raises:
         UnknownNameError: A name is offered by no installed package.
-        ConfigError: Two policies of an entry have the same place, or two entries are equal.
+        ConfigError: Two policies of an entry have the same place, a name belongs to a scaler, a preset is joined with
+            policies or given as the baseline, or two entries have the same settings or name.
     """
     parts = {**_named(DEFAULT_BASELINE, registry), **_named(baseline, registry)}
     base = Entry(BASELINE, _settings(parts), {place: offer for place, (_, offer) in parts.items()})

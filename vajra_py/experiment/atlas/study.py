@@ -107,7 +107,7 @@ class Execution:
     """Options of the runs of an atlas."""
 
     workers: int | None = None
-    """Number of concurrent runs; None for one per core."""
+    """Number of concurrent runs; None for the default of `sweep`."""
     overwrite: bool = False
     """True if finished runs are repeated and their results overwritten."""
     progress: SweepProgress | None = None
@@ -118,7 +118,7 @@ class Execution:
 def run_atlas(
     asked: Request, plans: Sequence[Plan], registry: Registry, execution: Execution | None = None
 ) -> AtlasResult:
-    """Execute the unfinished runs and compare all runs.
+    """Execute the unfinished runs (with `execution.overwrite`, all runs) and compare all runs that succeeded.
 
     Raises:
         RunInterrupted: The user stopped the atlas; finished runs are kept.
@@ -216,7 +216,7 @@ def _problems(plan: Plan, registry: Registry) -> Iterable[Problem]:
 
 
 def _shifted(progress: SweepProgress | None, num_before: int, plan: Plan) -> SweepProgress | None:
-    """Return a progress function that shifts a workload's run numbers to those of the whole atlas."""
+    """Return a progress function that replaces a workload's run numbers and labels by those of the whole atlas."""
     if progress is None:
         return None
 

@@ -123,7 +123,9 @@ def _interval_text(found: Answer) -> str:
 
 
 def _conditions_text(found: Answer) -> str:
-    """Return a text with the deciding condition and the capacities of the other conditions."""
+    """Return a text with the deciding condition and the capacities of the other conditions; empty if there are no
+    others.
+    """
     if len(found.conditions) < 2 or found.deciding is None:
         return ""
     others = [one for place, one in enumerate(found.conditions) if place != found.decides]

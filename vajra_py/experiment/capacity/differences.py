@@ -39,7 +39,9 @@ class CapacityDifference:
 
 
 def capacity_differences(answers: Sequence[CapacityAnswer]) -> list[CapacityDifference]:
-    """Return the differences of all pairs of settings with known rates; the first of a pair has the higher capacity.
+    """Return the difference of each pair of settings that have an exact capacity under each of several seeds; the first
+    of a pair has the higher capacity. Pairs are left out if their difference cannot be tested, because it does not vary
+    between seeds.
 
     The test is Student's t test of log capacities, paired by seed if seeds are common. The relative difference thus
     follows from the ratio of two geometric means. With common seeds, these means are the capacities of the two
@@ -72,8 +74,10 @@ def _logs(rates: Mapping[int, float]) -> dict[str, float]:
 
 
 def difference_lines(answers: Sequence[CapacityAnswer]) -> list[str]:
-    """Return lines of text: one per pair of settings, with the higher capacity first; one on seeds and p-values; and
-    one with the settings that are not compared or, if there are none, those that may have the highest capacity.
+    """Return lines of text; an empty list without pairs. There is one line per pair of settings, with the higher
+    capacity first (of more than `_MANY_PAIRS` pairs, only for those with the best setting), and one on seeds and
+    p-values. The last line names the settings that are not compared or, if all are compared, the settings that may have
+    the highest capacity.
     """
     pairs = capacity_differences(answers)
     if not pairs:

@@ -152,7 +152,8 @@ class _Study:
     question: RateQuestion
     seeds: list[SeedRuns] = field(default_factory=list)
     _num_cuts: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Number of probes between the lowest and the highest rate run before, by (position of the seed, condition)."""
+    """Number of probes so far at rates between others that had already been run, by (position of the seed, condition).
+    """
 
     @property
     def num_conditions(self) -> int:
@@ -244,8 +245,10 @@ class _Study:
         return None if rounded in runs.slacks else rounded
 
     def _outside(self, runs: SeedRuns, condition: int, aim: _Aim) -> float | None:
-        """Return the next rate for a condition that fails at all rates so far: near the rate with the largest slack if
-        this is not the lowest rate that was run, else below all of them. None if the lowest rate of the range was run.
+        """Return the next rate for a condition that fails at all rates so far. If the slack is largest at the highest
+        of several rates, the next rate lies above it; if the slack is largest at a rate between others, the next rate
+        lies beside that rate. Otherwise, or if no further rate can be tried there, the next rate lies below all rates
+        so far; None if the lowest rate of the range was run.
         """
         slacks = [runs.slacks[rate][condition] for rate in runs.rates]
         best = int(np.argmax(slacks))
@@ -300,7 +303,8 @@ class _Study:
 
     def _fails_below(self, rate: float, num_seeds: int) -> int | None:
         """Return the position of a condition that fails up to this rate under most seeds but holds at higher rates,
-        such as a minimum goodput, which too few requests cannot reach; None if there is none.
+        such as a minimum goodput, which cannot be reached if too few requests arrive; None if there is no such
+        condition.
         """
         for condition in range(self.num_conditions):
             rises = sum(self.seeds[k].crossing(condition).rises_at >= rate for k in range(num_seeds))

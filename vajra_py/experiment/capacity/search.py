@@ -1,9 +1,9 @@
 """Interface of capacity searches as generators, and the search for the cheapest replica counts at which an SLO holds.
 
 A search yields the probes it needs next and receives, for each, the slacks of the SLO's conditions; it does not execute
-runs itself. A slack is at least zero if the condition holds under that seed. All settings use the same seeds (common
-random numbers), so that slacks of neighbouring settings differ by the setting and not by chance. Conditions are judged
-separately.
+runs itself. Each probe has a seed, and the slack of a condition is at least zero if the condition holds in the run with
+this seed. All settings use the same seeds (common random numbers), so that slacks of neighbouring settings differ by
+the setting and not by chance. Conditions are judged separately.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Seen:
     slacks: dict[Setting, list[Sequence[float]]] = field(default_factory=dict)
 
     def ask(self, setting: Setting, num_seeds: int) -> Generator[Sequence[Probe], Slacks, None]:
-        """Request those runs of a setting under the first `num_seeds` seeds whose slacks are unknown."""
+        """Request the runs of a setting under the first `num_seeds` seeds, except runs with known slacks."""
         own = self.slacks.setdefault(setting, [])
         missing = [(setting, seed) for seed in range(len(own), num_seeds)]
         if missing:
@@ -122,9 +122,9 @@ def search_replicas(slo: Slo, ranges: Sequence[range], costs: Sequence[float], r
 
     The search assumes that more replicas of an existing kind never reduce the slack, so each test rules out many
     settings. If the SLO fails, it fails for all settings with at most as many replicas of each kind and the same kinds
-    absent; if it holds, all settings of equal or higher cost are ruled out. The interval of the cost extends from the
-    cheapest setting at which the SLO may hold (upper ends of the slacks' intervals) to the cheapest at which it
-    certainly holds (lower ends).
+    absent; if it holds, all settings of higher cost are ruled out. The interval of the cost extends from the cheapest
+    setting at which the SLO may hold (upper ends of the slacks' intervals) to the cheapest at which it certainly holds
+    (lower ends).
     """
     seen = _Seen(slo)
     candidates = sorted(filter(any, itertools.product(*ranges)), key=lambda one: (_cost(one, costs), one))

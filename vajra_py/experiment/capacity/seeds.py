@@ -49,7 +49,8 @@ class Crossing:
     """Zero crossing of a condition's slack, from the runs under one seed."""
 
     low: tuple[float, float] | None
-    """(Highest rate at which the condition holds, fitted slack at this rate); None if the condition never holds."""
+    """(Highest rate at which the condition holds, fitted slack at this rate); None if it holds at no rate that was run.
+    """
     high: tuple[float, float] | None
     """(Next higher rate that was run, fitted slack at this rate); the lowest rate that was run if `low` is None. None
     if the condition holds at the highest rate that was run.
@@ -194,9 +195,10 @@ def _seeds_interval(seeds: Sequence[SeedCapacity], *, may_go_on: bool) -> tuple[
 def typical_curve(
     by_seed: Sequence[Sequence[tuple[float, float]]], own: ConditionCapacity
 ) -> list[tuple[float, float]]:
-    """Return the (rate, slack) points of a curve that crosses zero at the condition's capacity: the rate at each slack
-    is the capacity that would result if the limit were shifted by that slack. At slacks that some seeds did not reach,
-    the distance from the capacity is the mean over the other seeds.
+    """Return the (rate, slack) points of a curve that crosses zero at the condition's capacity; an empty list if only a
+    bound of the capacity is known. The rate at each slack is the capacity that would result if the limit were shifted
+    by that slack. At slacks that some seeds did not reach, the distance from the capacity is the mean over the other
+    seeds.
     """
     zeros = [one.rate if one.side == "exact" else None for one in own.by_seed]
     known = [(sorted(runs), zero) for runs, zero in zip(by_seed, zeros, strict=True) if runs and zero is not None]

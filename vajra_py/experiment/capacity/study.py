@@ -149,7 +149,9 @@ class _Question:
         return min(asked.replications, len(self.seeds)), min(asked.max_replications, len(self.seeds))
 
     def search(self) -> Search:
-        """Return the search, which at its end also requests the runs for further points of the curve."""
+        """Return the search. If it is for a rate and finds one, it also requests the runs for further points of the
+        curve.
+        """
         asked, (fewest, most) = self.question, self.num_seeds
         if asked.replicas is not None:
             ranges = [range(one.min, one.max + 1) for one in asked.replicas.values()]
@@ -364,7 +366,9 @@ class _Search:
         }
 
     def _missing(self) -> list[tuple[Setting, int, RunTask]]:
-        """Return the requested runs that are neither in memory nor on disk; runs on disk are read."""
+        """Return the requested runs that are not in memory yet. Finished runs on disk are read, not returned, unless
+        `overwrite` is set.
+        """
         found: list[tuple[Setting, int, RunTask]] = []
         if self._answer is not None:
             return found
@@ -407,9 +411,9 @@ class _Search:
 
 
 def metric_value(summary: Summary, metric: SloMetric) -> float | None:
-    """Return the value of an SLO's metric in a run; None if no request has a value and none completed.
+    """Return the value of an SLO's metric in a run; None if there is no value because no request completed.
 
-    Raises `RunError` for a group that the run does not have, and if requests completed but none of them has a value.
+    Raises `RunError` if the run does not have the metric's group, or if requests completed but there is no value.
     """
     group: Any = summary.data.get("overall", {})
     if metric.group is not None:

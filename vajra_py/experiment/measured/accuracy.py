@@ -19,7 +19,7 @@ from vajra_py.metrics.runs.run_data import RunData
 Floats = npt.NDArray[np.float64]
 
 MEAN_BOUND = 0.08
-"""Largest relative error of the throughput, and of means other than that of TTFT, with which a validation passes."""
+"""Largest relative error with which a validation passes, for the throughput and the means of TPOT, E2E and TBT."""
 TTFT_BOUND = 0.15
 FEWEST_ROWS = 5
 """Minimum number of log rows after the last request was first scheduled; with fewer, all rows are used to match the

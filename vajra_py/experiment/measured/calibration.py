@@ -33,8 +33,8 @@ residuals).
 
 FEWEST_REQUESTS = 20
 TPOT_NOISE, INTERVAL_NOISE = 0.01, 0.02
-"""Assumed relative standard deviations: of one request's TPOT, which is a mean over hundreds of steps, and of the time
-between the step ends of two tokens.
+"""Assumed relative standard deviations: first of one request's TPOT, which is a mean over hundreds of steps; then of
+the time between the ends of two steps that gave tokens.
 """
 MATCHED = 0.08
 """Largest relative difference between the measured and the simulated length of an interval for which both are assumed
@@ -214,8 +214,9 @@ class _Trials:
     def _intervals(
         self, steps: StepCosts, measured: MeasuredRequests, simulated: MeasuredRequests
     ) -> tuple[Floats, Floats, Floats]:
-        """Return (seconds per unit of each figure, remaining seconds, measured seconds) of the intervals between two
-        successive step ends that gave a first or last token, if they match in measurement and simulation (`MATCHED`).
+        """Return (seconds per unit of each figure, remaining seconds, measured seconds) of intervals. An interval lies
+        between two successive first or last tokens of any requests. Intervals that are very short (`TOKEN_GAP_S`) or
+        have different lengths in measurement and simulation (`MATCHED`) are left out.
         """
         at, there = (np.concatenate([one.first_token_at, one.last_token_at]) for one in (measured, simulated))
         order = np.argsort(at, kind="stable")

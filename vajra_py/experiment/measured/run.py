@@ -49,7 +49,7 @@ class EngineSettings:
     prefix_caching: bool = True
     asynchronous: bool = True
     capture_limit: int | None = None
-    """Tokens of the largest CUDA graph; 0 for eager execution; None if unknown."""
+    """Number of tokens in a step that the largest CUDA graph covers; 0 for eager execution; None if unknown."""
     memory_fraction: float | None = None
     """Fraction of the GPU's memory that the engine may use; None if unknown."""
     kv_dtype: str | None = None
@@ -85,7 +85,7 @@ class MeasuredRequests:
 
     @property
     def tpot_s(self) -> Floats:
-        """Time per output token after the first of each request, in seconds; NaN for answers of one token."""
+        """Mean time between output tokens of each request (TPOT), in seconds; NaN for answers of one token."""
         after = self.num_output_tokens - 1
         spent = self.last_token_at - self.first_token_at
         return np.where(after > 0, spent / np.maximum(after, 1), np.nan)
@@ -177,7 +177,8 @@ def settings_of(meta: Mapping[str, Any], file: Path) -> EngineSettings:
     present.
 
     Raises:
-        ConfigError: A size is not a positive integer, or the model is not named; the error names `file`.
+        ConfigError: A setting has an invalid value or cannot be simulated, or the model is not named; the error names
+            `file`.
     """
     given = meta["engine_kwargs"]
     resolved = meta.get("resolved_config") or {}

@@ -58,7 +58,7 @@ class Assumed:
     Attributes:
         latency: Model of the step times; None for the engine's latency model, which in any case gives policies their
             predictions.
-        seed: Seed of the variation of equal steps; None for the run's seed.
+        seed: Seed of the random variation between equal steps; None for the run's seed.
     """
 
     latency: TypedChoice | None = None

@@ -85,8 +85,8 @@ class Bench:
         """Slots in use, which the next step frees."""
 
     def time_s(self, batch: Batch) -> float:
-        """Return the seconds of one step of the batch; for decodes that begin ahead, from the previous step's tokens to
-        this step's tokens.
+        """Return the time of one step of the batch in seconds; for decodes that begin ahead, this is the time from the
+        previous step's tokens to this step's tokens.
         """
         is_ahead = batch.is_ahead(self._begins_ahead)
         # The step before the measured one decodes the same rows with one context token less, so contexts need two

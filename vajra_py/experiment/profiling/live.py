@@ -23,8 +23,8 @@ _MAX_LIVE_STEPS = 600
 
 @dataclass(frozen=True, slots=True)
 class LiveStep:
-    """Step of the running engine: the time from forming it to processing its tokens, and the part that was not
-    computation, in seconds.
+    """Step of the running engine: the time from forming it to processing its tokens, and the part of this time that was
+    not computation, in seconds.
     """
 
     features: BatchFeatures
@@ -49,7 +49,7 @@ class _Watch(Observer):
 
 
 class _Allocated:
-    """Wrapper of a `ModelRunner` whose KV memory is already allocated, and which stays open after `close`."""
+    """Wrapper of a `ModelRunner` that has its KV memory already; `close` leaves the runner open."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

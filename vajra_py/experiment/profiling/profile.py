@@ -63,7 +63,7 @@ class ProfileSettings:
         config: Engine and replicas; see `profile_config`.
         passes: Number of measurements of each batch, besides one warm-up.
         num_random: Number of random shapes besides the grid.
-        seed: Seed of the random shapes and of the order.
+        seed: Seed of the random shapes and of the order of the batches.
         reference_s: Time of the reference batch, in seconds, at the speed to which all times are normalised; None for
             its median during the measurement.
     """
@@ -128,7 +128,7 @@ def profile_model(
     """Measure step times, fit the profile and write it to `output`; until then, measurements are kept in a file beside
     it.
 
-    Errors of loading the model are passed on.
+    Raises `ConfigError` for invalid settings; errors of loading the model are passed on.
     """
     config = settings.config
     replica = config.replica

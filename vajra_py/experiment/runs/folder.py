@@ -83,8 +83,8 @@ def find_all_runs(paths: Iterable[Path]) -> list[Path]:
 
 
 def _is_hidden(manifest: Path, path: Path) -> bool:
-    """Return whether a manifest lies in a folder below `path` whose name begins with a dot: a part of a run, or an
-    incomplete run.
+    """Return whether any folder between `path` and a manifest has a name that begins with a dot, as folders of parts of
+    a run and of incomplete runs do.
     """
     return any(name.startswith(".") for name in manifest.relative_to(path).parts)
 

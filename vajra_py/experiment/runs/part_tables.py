@@ -55,7 +55,7 @@ def take_emitted(paths: Sequence[Path]) -> Any:
 
 
 def take_notes(paths: Sequence[Path]) -> list[str]:
-    """Return the notes on policies of all parts, without duplicates."""
+    """Return the notes that all parts have on their policies, without duplicates."""
     return sorted({note for path in paths for note in json.loads((path / _NOTES).read_text())})
 
 

@@ -34,7 +34,7 @@ from vajra_py.runtime.support.seeds import NotedSeeds, SeedTree
 
 def parts_of(config: ExperimentConfig, registry: Registry, count: int) -> list[Part] | str:
     """Return the parts of this experiment for `count` workers, or the reason why it cannot be divided. Raises
-    `ConfigError` like a run.
+    `ConfigError` in the same cases as a run.
     """
     reason = why_whole(config, registry)
     if reason is not None:
@@ -64,7 +64,7 @@ def run_in_parts(
     """Run an experiment in parts and open its results, or return the reason why a part failed.
 
     Parts are written beside the run's folder and removed at the end. After an interruption, finished parts are not
-    repeated, unless `overwrite` is set or their inputs have changed.
+    repeated, unless `overwrite` is set, or their inputs or the installed versions have changed.
     """
     place = RunFolder(config.output_dir / config.name)
     folder = place.path.with_name(f".{place.path.name}.parts")
@@ -93,8 +93,8 @@ def run_in_parts(
 
 
 def _is_done(path: Path, config: ExperimentConfig, registry: Registry) -> bool:
-    """Return whether a part was finished by the installed versions; all parts of a run must come from the same
-    versions.
+    """Return whether a part was finished with the package versions that are installed now; all parts of a run must come
+    from the same versions.
     """
     if not RunFolder(path).is_finished(config):
         return False

@@ -60,7 +60,7 @@ End: TypeAlias = tuple[int, "str | None"]
 
 
 MakePool: TypeAlias = Callable[["TaskProgress | None"], "RunPool"]
-"""Function that creates a pool; the pool reports the progress of its tasks to the argument, unless that is None."""
+"""Function that creates a pool. The pool reports the progress of its tasks to the given function, if any."""
 
 
 class RunPool(Protocol):
@@ -242,7 +242,7 @@ def backend_of(part: Part | None, whole: MakeBackend = make_backend) -> MakeBack
 
 def local_pool(num_workers: int | None, num_tasks: int, registry: Registry, progress: TaskProgress | None) -> RunPool:
     """Create a pool of this machine, with one worker per core unless `num_workers` is given, and no more workers than
-    tasks.
+    tasks. A single worker runs in this process.
     """
     count = min(num_workers or os.cpu_count() or 1, max(num_tasks, 1))
     return InProcess(registry, progress) if count == 1 else Processes(count, progress)

@@ -44,10 +44,12 @@ def run_experiment(
     overwrite: bool = False,
     backend: MakeBackend = make_backend,
 ) -> RunData:
-    """Run one experiment (without a sweep) and return its results; a finished run with equal settings is not repeated.
+    """Run one experiment (without a sweep) and return its results; a finished run with equal settings is not repeated,
+    unless `overwrite` is set.
 
     Raises `ConfigError`, before anything is written, if the experiment cannot be built or its folder contains other
-    results. A later failure or interruption is re-raised after the tables so far were written and the manifest marked.
+    results. After a later failure or interruption, the tables recorded so far and the status in the manifest are
+    written; then the failure is re-raised, or `RunInterrupted` is raised.
     """
     if not config.is_single:
         what = "replications" if config.sweep is None else "sweep"

@@ -117,7 +117,7 @@ class SimulatedRun:
 
 def _acceptance(run: Run) -> AcceptanceModel | None:
     """Return the acceptance model of draft tokens; None without drafts. Raises `ConfigError` if its settings are
-    missing, or have fewer positions than a replica may have drafts.
+    missing, or cover fewer draft positions than a replica may use.
     """
     settings = run.config.backend.settings.drafts
     most = max(one.draft.most_tokens for one in run.config.replica_settings)
@@ -171,8 +171,8 @@ def _check_kv_groups(config: ExperimentConfig, latencies: Mapping[str, LatencyMo
 
 
 def _predictions(latency: LatencyModel, choice: TypedChoice | None, registry: Registry, where: str) -> LatencyModel:
-    """Return the model whose predictions policies get. Raises `ConfigError` if it has another number of pipeline stages
-    than `latency`.
+    """Return the model that gives policies their predictions. Raises `ConfigError` if its number of pipeline stages
+    differs from that of `latency`, unless `latency` replays durations.
     """
     if choice is None:
         return latency

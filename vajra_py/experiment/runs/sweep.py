@@ -50,8 +50,8 @@ def sweep(
     overwrite: bool = False,
     pool: MakePool | None = None,
 ) -> SweepResult:
-    """Run every point of the sweep, except points that are already finished and seeds that would repeat another seed's
-    run.
+    """Run every point of the sweep, except seeds that would repeat another seed's run and, unless `overwrite` is set,
+    points that are already finished.
 
     Points run concurrently in `workers` processes, or in `pool`. By default there is one process per core for
     simulations, but only one for points on a device, because concurrent runs would disturb each other's times. A failed
@@ -142,7 +142,7 @@ class _Plan:
         return own
 
     def note(self, failures: Mapping[int, str]) -> None:
-        """Record in the summary of each run that represents several seeds how many it represents."""
+        """For each run that represents several seeds, record their number in its summary."""
         for own in self._settings:
             first = tuple(self.copies.get(index, index) for index in own.points)
             for index in own.kept:

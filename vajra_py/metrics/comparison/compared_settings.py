@@ -67,7 +67,9 @@ class ComparedSettings(Struct, frozen=True, dict=True):
     workloads: str = ""
     """Sentence, without its full stop, on how the workloads differ; empty if they differ at most in their rate."""
     reasons: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """For each reason for a move, deferral or refusal, how often each setting had it (mean over its replications)."""
+    """For each reason for a move, deferral or refusal, its count in each setting (mean over the setting's
+    replications).
+    """
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -90,8 +92,8 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         return any(count > 1 for count in self.replications)
 
     def scope(self, given: str) -> str:
-        """Return the scope of this name. The prefix `slo_class`, `tenant` or `pool` may be omitted if the name is
-        unambiguous. Raises `RunError` for an unknown or ambiguous name.
+        """Return the full name of the scope `given`. The prefix `slo_class`, `tenant` or `pool` may be omitted if the
+        name is unambiguous. Raises `RunError` for an unknown or ambiguous name.
         """
         if given in self.values:
             return given
@@ -149,8 +151,9 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         explains them.
 
         Settings with replications are marked in primary metrics only. The best value of a load has a star if it is
-        significantly better than every other value, else an arrow; values that are significantly worse than the best
-        are marked too. Nothing is claimed about a value without a mark.
+        significantly better than the values of all other settings that are not overloaded, else an arrow; values that
+        are significantly worse than the best are marked too. There are no marks under a load if the runs of any of its
+        settings count as one observation. Nothing is claimed about a value without a mark.
         """
         arrow = LOWEST if BY_KEY[key].lower_is_better else HIGHEST
         best = self.best(key, scope)
@@ -183,7 +186,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         return versus(own, self._adjusted[scope], (baseline, position), key)
 
     def against(self, baseline: int, keys: Sequence[str], scope: str = OVERALL) -> list[Versus]:
-        """Return the comparisons of the baseline with all other settings under its load in these metrics. Comparisons
+        """Compare the baseline with each other setting under the baseline's load, in each metric in `keys`. Comparisons
         that cannot be tested are left out.
         """
         found = [self.versus(i, baseline, key, scope) for _, i in self.pairs(baseline) for key in keys]
@@ -214,7 +217,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         return f"Significance at 5 % after Holm's correction for {count} comparisons{each}: {names}, between all pairs of settings"
 
     def one_sample_notes(self) -> dict[str, list[str]]:
-        """Return the names of the settings whose runs count as one observation, by the reason why they do."""
+        """Return, for each reason why a setting's runs count as one observation, the names of its settings."""
         found: dict[str, list[str]] = {}
         for name, reason in zip(self.names, self.one_sample, strict=False):
             if reason:
@@ -263,7 +266,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
 
 
 def _best_of(metric: Metric, known: Mapping[int, float], *, as_read: bool) -> set[int]:
-    """Return the positions with the best value; with `as_read`, also those whose value is displayed like it."""
+    """Return the positions with the best value; with `as_read`, also positions whose displayed value is the same."""
     if metric.lower_is_better is None or len(known) < 2:
         return set()
     target = min(known.values()) if metric.lower_is_better else max(known.values())

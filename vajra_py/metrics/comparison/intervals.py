@@ -42,9 +42,10 @@ def replication_interval(values: Sequence[float]) -> Interval | None:
 def positive_interval(values: Sequence[float]) -> Interval | None:
     """Return an interval with ends above zero for the mean of independent replications of a positive quantity.
 
-    It is Student's t interval for the logarithm of the mean, whose standard error is that of the mean divided by the
-    mean (delta method): `mean · exp(± t s / (√n mean))`. The arithmetic mean is the geometric centre of the interval.
-    None for fewer than two values, and for equal values, which give no estimate of the variance.
+    It is Student's t interval for the logarithm of the mean. The standard error of the logarithm is the standard error
+    of the mean divided by the mean (delta method): `mean · exp(± t s / (√n mean))`. The arithmetic mean is the
+    geometric centre of the interval. None for fewer than two values, and for equal values, which give no estimate of
+    the variance.
     """
     half, mean = _half_width(values), float(np.mean(values)) if len(values) else 0.0
     if not half or not mean > 0:
@@ -56,9 +57,9 @@ def positive_interval(values: Sequence[float]) -> Interval | None:
 def proportion_interval(values: Sequence[float]) -> Interval | None:
     """Return an interval with ends between 0 and 1 for the mean of independent replications of a proportion.
 
-    It is Student's t interval for the log-odds of the mean `p`, whose standard error is that of the mean divided by `p
-    (1 - p)` (delta method). None for fewer than two values, and for equal values, such as 1 in every replication: an
-    interval of zero width would claim more than a few replications can show.
+    It is Student's t interval for the log-odds of the mean `p`. The standard error of the log-odds is the standard
+    error of the mean divided by `p (1 - p)` (delta method). None for fewer than two values, and for equal values, such
+    as 1 in every replication: an interval of zero width would claim more than a few replications can show.
     """
     half, mean = _half_width(values), float(np.mean(values)) if len(values) else 0.0
     if not half or not 0 < mean < 1:
@@ -73,7 +74,7 @@ _LARGEST_EXPONENT = 300.0
 
 
 def _half_width(values: Sequence[float]) -> float | None:
-    """Return half the width of Student's t interval; None for fewer than two values, 0 if they are equal up to
+    """Return half the width of Student's t interval; None for fewer than two values, 0 if the values are equal up to
     rounding.
     """
     known = np.asarray(values, dtype=np.float64)
@@ -100,9 +101,9 @@ def mser5(values: Floats) -> int:
     """Return the number of values to leave out at the start, as warm-up.
 
     MSER-5 (K. P. White, "An effective truncation heuristic for bias reduction in simulation output", Simulation 69,
-    1997): the series is divided into batches of five values, and so many leading batches are left out that the standard
-    error of the remaining batch means is smallest. A cut in the second half means that no steady state was found; the
-    result is then 0, as for fewer than 50 values.
+    1997): the series is divided into batches of five values, and leading batches are left out; their number is the one
+    for which the standard error of the remaining batch means is smallest. A cut in the second half means that no steady
+    state was found; the result is then 0. It is also 0 for fewer than 50 values.
     """
     count = len(values) // 5
     if count < 10:

@@ -86,8 +86,8 @@ class WorkloadComparison:
         return position is not None and self.comparison.stability[position] == OVERLOADED
 
     def mark(self, policy: str, load: str, key: str) -> str:
-        """Return the mark of a policy's value among the values under the load (best, lowest, highest or worse), or an
-        empty text.
+        """Return the mark of a policy's value (best, lowest, highest or worse) among the values under the load; an
+        empty text if it has none.
         """
         position = self.position(policy, load)
         if key not in self._marks:
@@ -161,7 +161,7 @@ def values_csv(workloads: Sequence[WorkloadComparison]) -> str:
 
 
 def differences_csv(workloads: Sequence[WorkloadComparison]) -> str:
-    """Return the differences of the policies from the baseline in every metric as CSV."""
+    """Return, as CSV, the differences of the policies from the baseline in every metric."""
     return _csv(
         row
         for own in workloads

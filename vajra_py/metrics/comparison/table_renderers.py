@@ -42,8 +42,8 @@ def stacked(cell: Cell) -> int:
 class TerminalTable(Struct, frozen=True):
     """Table that is laid out when it is printed, for the terminal's width.
 
-    If the table is too wide with intervals beside the values, they are placed below the values; if that is still too
-    wide, the table is split into pieces with the same rows.
+    If the table is too wide with intervals beside the values, the intervals are placed below the values; if it is still
+    too wide then, it is split into pieces with the same rows.
     """
 
     table: Table
@@ -244,7 +244,9 @@ def _tabular(table: Table) -> Iterator[str]:
 
 
 def _head(head: str, width: int, kind: str) -> str:
-    """Return a column's heading, broken between words into lines that are no wider than its cells if possible."""
+    """Return a column's heading, broken between words into lines of at most `width` characters, or 8 if `width` is
+    smaller; longer words are not broken.
+    """
     lines: list[str] = []
     for word in head.split():
         if lines and len(lines[-1]) + 1 + len(word) <= max(width, 8):
@@ -274,7 +276,7 @@ _LATEX |= {sign: rf"$\{name}$" for sign, name in zip("ΓΔΘΛΞΠΣΥΦΨΩ", _
 _NOT_IN_LATEX = frozenset("«»ÐÞðþĄąĐđĘęĦħĮįĸĿŀŉŊŋŦŧŲųſ")
 """Latin letters that LaTeX's default fonts lack."""
 _LIGATURE_OR_SIGN = re.compile(r"--+|''+|``+|[?!]`|,,+|.")
-"""Character sequences that LaTeX fonts replace by a ligature, or any single character."""
+"""Pattern of either a character sequence that LaTeX fonts replace by a ligature, or any single character."""
 
 
 def latex_text(text: str) -> str:

@@ -55,8 +55,8 @@ def warnings_of(settings: Sequence[Setting], comparison: ComparedSettings) -> li
 
 
 def _of_chance(settings: Sequence[Setting], comparison: ComparedSettings) -> list[tuple[str, list[str]]]:
-    """Return warnings about chance and length: settings with one seed only, intervals that are too wide to be
-    informative, and single runs that are too short for a P99 or begin with a warm-up.
+    """Return warnings about random variation and short runs: settings with one seed only, intervals that are too wide
+    to be informative, and single runs that are too short for a P99 or begin with a warm-up.
     """
     warnings = []
     single = [setting.name for setting in settings if _is_of_one_seed(setting)]
@@ -119,8 +119,8 @@ def _completed(run: RunData) -> int:
 
 
 def _relative_width(comparison: ComparedSettings, position: int) -> float:
-    """Return the half width of the confidence interval of mean TTFT or of P99 TTFT, relative to the value, whichever is
-    larger; 0 if there are no intervals.
+    """Return the half width of the confidence interval divided by the value, for mean TTFT or P99 TTFT, whichever has
+    the larger quotient; 0 if there are no intervals.
     """
     shares = [0.0]
     for key in _NAMED:

@@ -51,7 +51,7 @@ class CapacityCurve:
 @styled
 def capacity_figure(curves: Sequence[CapacityCurve], limits: Sequence[Limit], x_label: str) -> Figure:
     """Draw a panel for each condition of the SLO, with a line for each setting; a vertical line with a band shows the
-    setting's capacity with its interval, and a dashed line the limit.
+    setting's capacity with its interval, and a dashed line shows the limit.
 
     With rates on the x axis, every run is a point, and a ring on the limit shows the condition's own capacity with its
     interval; the vertical line passes through the ring of the deciding condition. With costs on the x axis (such as

@@ -166,8 +166,8 @@ def service_over_time(run: RunData, edges: Floats, weights: ServiceWeights) -> d
 
 
 def service_gaps(run: RunData, weights: ServiceWeights) -> ServiceGaps | None:
-    """Return the differences of service between tenants that are backlogged together; None if no two tenants
-    ever are.
+    """Return the differences of service between tenants that are backlogged together; None if no two tenants are ever
+    backlogged together.
     """
     table = run.requests(
         "tenant", "arrived_at", "admitted_at", "first_token_at", "ended_at", "num_prompt_tokens", "num_output_tokens"
@@ -183,7 +183,7 @@ def service_gaps(run: RunData, weights: ServiceWeights) -> ServiceGaps | None:
 
 
 def _area(moments: Floats, edges: Floats) -> Floats:
-    """Return the integral over each bin of the number of moments that have passed."""
+    """For each bin, return the integral over time of the number of `moments` that have passed."""
     ordered = np.sort(moments)
     passed = np.searchsorted(ordered, edges, side="right")
     sums = np.concatenate(([0.0], np.cumsum(ordered)))
@@ -191,8 +191,8 @@ def _area(moments: Floats, edges: Floats) -> Floats:
 
 
 def _mean_held(columns: dict[str, NDArray[Any]], edges: Floats) -> Floats:
-    """Return the mean use of a replica's KV blocks in each bin. A step's use lasts until the step ends, or until the
-    next step if requests remain on the replica.
+    """Return the mean fraction of one replica's KV blocks in use in each bin. A step's blocks count as in use until the
+    step ends, or until the next step is formed if requests remain on the replica.
     """
     order = np.argsort(columns["formed_at"], kind="stable")
     formed_at, use = columns["formed_at"][order], columns["used_fraction"][order]
@@ -213,7 +213,9 @@ def _sum_until(moments: Floats, amounts: NDArray[Any], edges: Floats) -> Floats:
 
 
 def _ramps(begins: Floats, ends: Floats, amounts: NDArray[Any], edges: Floats) -> Floats:
-    """Return the sum at each edge of amounts that accrue evenly from begin to end, or at once if both are equal."""
+    """Return, for each edge, the total that has accrued until then. Each amount accrues evenly from its begin to its
+    end, or at once if both are equal.
+    """
     span = ends - begins
     instant = span <= 0
     rate = amounts[~instant] / span[~instant]

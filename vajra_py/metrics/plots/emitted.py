@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 MAX_PANELS = 8
 """Maximum number of panels; emitted values are taken in order of policy and name."""
 _MAX_POINTS = 2000
-"""A line with at least twice this number of points is thinned to at least this number, by drawing only every n-th
-point.
+"""Minimum number of points of a thinned line. Of a line with at least twice as many points, only every n-th point is
+drawn.
 """
 
 

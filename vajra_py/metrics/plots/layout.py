@@ -121,7 +121,7 @@ def _grid(count: int, varied: Sequence[Axis]) -> Arrangement | None:
 
 
 def _called(axis: Axis, level: str) -> str:
-    """Return the legend text of an axis level: a policy's name alone, other values after the axis' label."""
+    """Return the legend text of an axis level: the name of a policy, or the axis' label with any other value."""
     return level if axis.path.endswith(".policy") else f"{axis.label} {level}"
 
 

@@ -314,7 +314,9 @@ def _run_panels(runs: Sequence[RunData], limit: int, row_height_in: float) -> tu
 
 
 def _label_grid(panels: Sequence[Any], label: str, name: str) -> None:
-    """Set the y label at the first panel of each row, and start the shared y axis at 0."""
+    """Give every panel the name `name`, set the y label at the first panel of each row, and start the shared y axis at
+    0.
+    """
     if any(own.has_data() for own in panels):
         panels[0].set_ylim(bottom=0)
     for own in panels:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 BETTER_COLOUR, WORSE_COLOUR = COLOURS[0], COLOURS[1]
 _FULL_GAP = 0.5
-"""Relative difference from the baseline (`relative_gap`) from which the colour is full: half or twice the baseline's
-value.
+"""Relative difference from the baseline (`relative_gap`) at and above which a cell has the full colour; it is 0.5 at
+half and at twice the baseline's value.
 """
 _SECONDARY_ALPHA = 0.3
 """Opacity of the colour of a difference that is not significant."""
@@ -65,7 +65,7 @@ def policy_map(workloads: Sequence[WorkloadComparison], rank: int | None = None)
     lowest load, None its main load.
 
     Colours show how much better or worse than the baseline a value is; they are pale if the difference is not
-    significant.
+    significant. Cells of overloaded policies are grey.
     """
     policies = workloads[0].policies
     widths = [max(1, len(own.metrics)) for own in workloads]
@@ -129,8 +129,8 @@ def _shade(own: WorkloadComparison, policy: str, load: str, metric: Metric) -> t
 
 
 def relative_gap(own: WorkloadComparison, policy: str, load: str, metric: Metric) -> float | None:
-    """Return a policy's difference from the baseline divided by the larger of the two values: from -1 to 1, with equal
-    magnitude for half and for twice the baseline; None if unknown.
+    """Return a policy's difference from the baseline, divided by the larger of the two values; None if a value is
+    unknown. It lies between -1 and 1 and has the same magnitude at half and at twice the baseline's value.
     """
     value, base = (own.value(one, load, metric.key) for one in (policy, BASELINE))
     if value is None or base is None:

@@ -244,7 +244,7 @@ def _points(series: Series, read: _Reader, scale: float, make: _MakeInterval = p
 
 
 def _one_panel(arrangement: Arrangement) -> Arrangement:
-    """Return the arrangement with all series in one panel, which suits lines with few points."""
+    """Return the arrangement with all series in one panel, since lines with few points can share one."""
     return Arrangement(("",), (0,) * len(arrangement.panel_of), arrangement.looks, arrangement.legend)
 
 
@@ -266,8 +266,8 @@ def _offered(run: RunData) -> float | None:
 
 
 def _of_class(name: str, latency: str, statistic: str) -> _Reader:
-    """Return a function that reads a statistic of one class's latency. A class name may contain dots, so it is not part
-    of a path.
+    """Return a function that reads a statistic of one class's latency. A class name may contain dots, so it is looked
+    up on its own, not as part of a dotted path.
     """
 
     def read(run: RunData) -> float | None:

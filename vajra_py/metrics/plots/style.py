@@ -51,7 +51,7 @@ MAX_HEIGHT_IN = 9.0
 """Text height of a page, in inches."""
 _LEGEND_ROW_IN = 0.15
 _LABELS_IN = 0.75
-"""Height in inches of the labels below the last row of panels together with a short legend."""
+"""Total height in inches of the labels below the last row of panels and of a short legend."""
 
 _RC: dict[str, Any] = {
     "axes.axisbelow": True,
@@ -91,7 +91,7 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Style of a series: positions in `COLOURS` and `DASHES`; a muted one is grey in the background."""
+    """Style of a series: positions in `COLOURS` and `DASHES`; a muted series is grey in the background."""
 
     colour: int | None
     """None for the colour `INK`: for a baseline, and for a legend entry that explains only a dash."""
@@ -166,9 +166,10 @@ def _use_settings(width_in: float) -> None:
 
 
 def new_figure(num_rows: int, num_columns: int, row_height_in: float, **shared: Any) -> tuple[Figure, NDArray[Any]]:
-    """Return a figure of the current width with a grid of axes (always a 2-D array); `row_height_in` is in inches.
+    """Return a figure of the width in matplotlib's current settings with a grid of axes (always a 2-D array);
+    `row_height_in` is in inches.
 
-    Panels that do not fit side by side in a narrow figure are wrapped to further rows. If the rows would be taller than
+    Panels that do not fit side by side are wrapped to further rows. If the rows of a narrow figure would be taller than
     a page, more panels are placed side by side; if that is not enough, panels are made less tall.
     """
     import matplotlib

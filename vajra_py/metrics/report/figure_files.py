@@ -29,8 +29,9 @@ COLUMN_IN = 3.35
 MIN_WIDTH_IN, MAX_WIDTH_IN = 2.0, 40.0
 FORMATS = ("pdf", "svg", "png")
 COLUMNS = ("panel", "title", "x_label", "y_label", "series", "category", "x", "y", "y_high")
-"""Columns of a figure's data. `category` names the row of a bar; `y_high` is the upper end of an interval or area whose
-lower end is `y`, or, for a horizontal interval or a step of the step timeline, the right end, with the left one in `x`.
+"""Columns of a figure's data. `category` names the row of a bar. For an interval or area, `y` is the lower end and
+`y_high` the upper end. For a horizontal interval or a step of the step timeline, `x` is the left end and `y_high` the
+right end.
 """
 _PNG_DPI = 300
 

@@ -35,7 +35,8 @@ class FigureSpec:
     slo_caption: str = ""
     """Text added to the caption if requests have SLOs."""
     takes_replications: bool = False
-    """True if the figure shows all replications of a setting together; otherwise it shows the first one."""
+    """True if the figure shows all replications of a setting together; otherwise it shows only the first replication.
+    """
 
     def runs_of(self, runs: Sequence[RunData]) -> Sequence[RunData]:
         """Return the runs to draw."""

@@ -209,8 +209,8 @@ def findings(comparison: Comparison) -> list[str]:
 
 
 def _finding(comparison: Comparison, key: str, members: Sequence[int]) -> str | None:
-    """Return a sentence with the best value, the settings that do not differ significantly from it, and the worst
-    value.
+    """Return a sentence with the best value, the settings that do not differ significantly from it (with replications),
+    and the worst value; None without a best value.
     """
     metric, row = BY_KEY[key], comparison.values[OVERALL][key]
     best = sorted(comparison.best(key) & set(members))

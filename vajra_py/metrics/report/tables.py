@@ -49,7 +49,9 @@ def full_table(comparison: Comparison) -> Folded:
 
 
 def scope_tables(comparison: Comparison) -> list[tuple[str, Folded]]:
-    """Return (title, tables) for each class and tenant; for a single setting, one table with all of them."""
+    """Return (title, tables) for each of the first `MAX_SCOPES` classes and tenants; for a single setting, one table
+    with a row per class or tenant.
+    """
     scopes = comparison.groups[:MAX_SCOPES]
     if len(comparison.names) > 1 or not scopes:
         return [(scope_title(scope), main_table(comparison, scope, 0)) for scope in scopes]

@@ -9,8 +9,8 @@ Tracks, from the tables and the decision log of a run:
 * per replicaset (or pool) with a scaler a counter of replicas that are starting, up, or draining;
 * marks for swapped policies, lost and restored replicas, cache resets, and replicasets that went out of service;
 * per request one line with a span for the whole request; inside it are spans for the time deferred by admission, the
-  time in the queue, each prefill chunk, each unbroken sequence of decode steps, each time preempted, and each time held
-  at its source, in transfer, and waiting at its target.
+  time in the queue, each prefill chunk, each unbroken sequence of decode steps, each preemption, and, if the request
+  moves, each period in which it is held at the source, in transfer, or waiting at the target.
 
 Times are microseconds on the run's clock with nanosecond precision. Spans of a track nest: an inner span ends no later
 than its outer span. For a run without a decision log, the spans of requests (queue, prefill, decode) come from the
@@ -138,7 +138,7 @@ def timeline_events(run: RunData, options: TimelineOptions | None = None) -> Ite
 
 @dataclass(slots=True)
 class _Line:
-    """Spans of one request, built from its steps in order; `facts` is its row of the requests table."""
+    """Spans of one request, built from its steps in order; `facts` is the request's row in the requests table."""
 
     facts: Mapping[str, Any]
     processes: Mapping[ReplicaKey, int]
@@ -162,7 +162,7 @@ class _Line:
         return self.processes.get(key, -1) + 1
 
     def opening(self) -> Iterator[Event]:
-        """Yield the events that name the line, and the spans of its stops."""
+        """Yield the events that name the line, and a span for each of `stops`."""
         tid = self.facts["index"] + 1
         yield meta("thread_name", self.pid, tid, {"name": str(self.facts["request_id"])})
         yield meta("thread_sort_index", self.pid, tid, {"sort_index": tid})
@@ -199,7 +199,9 @@ class _Line:
         self.preempted = (at, mode)
 
     def closing(self, until: int) -> Iterator[Event]:
-        """Yield the open spans, closed at the request's or run's end, and the span of the whole request."""
+        """Yield the spans that are still open and the span of the whole request; they end with the request or, if it
+        has not ended, with the run (`until`).
+        """
         end = self.ended_ns if self.ended_ns is not None else max(until, self._arrived())
         if not self.is_admitted:
             yield from self._queue(end)

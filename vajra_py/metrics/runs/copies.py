@@ -25,7 +25,7 @@ COPIED = "All seeds give equal requests and nothing else is random: one run, no 
 """Reason why a setting of several seeds counts as one observation; a sentence without its full stop."""
 HOW = "In `workload`, `window: random`, `bootstrap` and `thin` draw replications from a trace."
 MEASURED = "measured times"
-"""What `same_load_sentence` calls measured step times, if they vary between runs with equal requests."""
+"""Name of measured step times in lists of the quantities that vary between runs with equal requests."""
 _TIMES = ("arrived_at", "first_token_at", "ended_at")
 _LOAD = ("num_prompt_tokens", "num_output_tokens", "tenant", "slo_class")
 
@@ -42,7 +42,7 @@ def copies_sentence(num_seeds: int, num_runs: int) -> str:
 
 
 def same_load_sentence(drawn: Sequence[str]) -> str:
-    """Return a sentence that names the drawn quantities as the only variation between runs of equal requests."""
+    """Return a sentence on runs with equal requests; it names `drawn` as the only quantities that vary between them."""
     return f"Its seeds give equal requests: its runs differ by {' and '.join(drawn) or 'something else'} alone, and intervals leave out how requests vary. {HOW}"
 
 
@@ -76,9 +76,9 @@ def originals(runs: Sequence[RunData]) -> list[int]:
 
 
 def num_asked(runs: Sequence[RunData]) -> int:
-    """Return the number of seeds that these runs of a setting represent; none of the runs may repeat another one.
+    """Return the number of seeds that these runs of one setting represent. The runs must not repeat one another.
 
-    A summary's number of seeds counts only if all runs that represent these seeds are given.
+    The number of seeds in a summary (`SECTION`) is used only if at least as many runs are given as the summary states.
     """
     asked = [int(run.summary.value(f"{SECTION}.asked") or 0) for run in runs]
     needed = [int(run.summary.value(f"{SECTION}.run") or 0) for run in runs]

@@ -48,8 +48,8 @@ class Setting(Struct, frozen=True):
 
     @property
     def one_sample(self) -> str:
-        """Reason why its seeds count as one observation, shown in place of an interval or a mark; empty if each run is
-        a replication.
+        """Reason why the setting's seeds count as one observation, shown in place of an interval or a mark; empty if
+        each run is a replication.
         """
         return COPIED if self.is_copied else ""
 

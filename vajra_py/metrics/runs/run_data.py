@@ -1,9 +1,9 @@
 """Read the files of a finished or interrupted run.
 
-Files are read on demand, tables by column. A missing or unreadable file raises a `RunError` that names it. A folder
-contains `manifest.json` (required), `config.yaml`, `summary.json`, `requests.parquet`, `steps.parquet`, `tbt.parquet`,
-`decisions.parquet`, `admissions.jsonl.gz`, `replicas.parquet`, `transfers.parquet`, `programs.parquet`,
-`emitted.parquet`.
+Files are read on demand, tables by column. A missing or unreadable file raises a `RunError` that names it. The files
+are `manifest.json` (required) and, where a run has them, `config.yaml`, `summary.json`, `requests.parquet`,
+`steps.parquet`, `tbt.parquet`, `decisions.parquet`, `admissions.jsonl.gz`, `replicas.parquet`, `transfers.parquet`,
+`programs.parquet`, `emitted.parquet`.
 """
 
 from __future__ import annotations

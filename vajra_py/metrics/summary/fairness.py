@@ -262,7 +262,7 @@ def _shared_span(begins: Floats, ends: Floats) -> tuple[float, float] | None:
 
 
 def _covered_cells(owner: Ints, begins: Floats, ends: Floats, edges: Floats, num_owners: int) -> Bools:
-    """Return a mask, shape (owners, cells), of the cells that an owner's intervals cover completely."""
+    """Return a mask, shape (owners, cells): True where one of the owner's intervals covers the whole cell."""
     slack = 1e-9 * (edges[-1] - edges[0])
     first = np.searchsorted(edges, begins - slack, side="left")
     last = np.searchsorted(edges, ends + slack, side="right") - 1
@@ -275,8 +275,8 @@ def _covered_cells(owner: Ints, begins: Floats, ends: Floats, edges: Floats, num
 
 
 def _runs_of(backlogged: Bools) -> Ints:
-    """Return, for each cell, the end edge of the sequence of consecutive true cells that begins with it; the cell's own
-    start edge if it is false.
+    """Return, for each true cell, the index of the edge at which the sequence of consecutive true cells from this cell
+    on ends; for a false cell, the index of its own start edge. The shape is (tenants, cells).
     """
     num_cells = backlogged.shape[1]
     until = np.empty(backlogged.shape, dtype=np.int64)

@@ -100,7 +100,7 @@ def steady_window(window: Window, rates: Mapping[str, Any]) -> Window:
 
 def arrival_rate(arrived_at: Floats) -> float | None:
     """Return the arrivals per second between the first and the last arrival. Arrivals at the first moment are not
-    counted, since the time starts there. None if all requests arrive at one moment.
+    counted, since the time span starts with them. None if all requests arrive at one moment.
     """
     later = int((arrived_at > arrived_at.min()).sum()) if arrived_at.size else 0
     return later / float(np.ptp(arrived_at)) if later else None

@@ -218,8 +218,8 @@ def _growth(stays: tuple[Floats, Floats], sizes: Floats, edges: Floats, names: t
 def _mean_between(
     begins_at: Floats, ends_at: Floats, start_at: float, end_at: float, sizes: Floats | None = None
 ) -> float:
-    """Return the time average over [start_at, end_at] of the total size of the intervals [begins_at, ends_at) that
-    cover a moment; 0 for an empty range.
+    """Return the mean over time, from `start_at` to `end_at`, of the summed `sizes` of the intervals [begins_at,
+    ends_at) that cover each moment, or of their number without `sizes`; 0 for an empty range.
     """
     if not end_at > start_at:
         return 0.0

@@ -75,7 +75,7 @@ class Summary(Struct, frozen=True):
     (the time over which rates are computed), `fairness`, `resources`, `warnings`; `admission` if there is an admission
     policy, `step_times` if the run states the origin of its step times, `cost` and `energy` if its devices are known.
     Runs with scalers, pools, moves between replicas, memory tiers, drafts, programs, emitted values or omitted seeds
-    have sections on these.
+    have a further section for each of these.
     """
 
     data: Mapping[str, Any]
@@ -241,7 +241,9 @@ def _columns(
 def _slo_targets(
     requests: ArrowTable, outcomes: Outcomes, slo: SloDefaults, classes: tuple[Ints, list[str]]
 ) -> SloTargets:
-    """Return the SLOs of each request: for each kind of SLO its own one, or the default of its class if it has none."""
+    """Return the SLOs of each request: for each kind of SLO, the request's own value or, if it has none, the default of
+    its class.
+    """
     codes, names = classes
     defaults = [slo.of(name) for name in names]
 
@@ -324,7 +326,7 @@ _RATES = ("requests_per_s", "output_tokens_per_s", "prompt_tokens_per_s")
 
 
 _CUT = np.array([reason not in (*COMPLETED_REASONS, EndReason.REJECTED.value) for reason in REASONS])
-"""Mask over `REASONS`: True for requests that waited or ran without receiving a complete answer."""
+"""Mask over `REASONS`: True for end reasons of requests that waited or ran without receiving a complete answer."""
 
 
 def _censored(columns: _Columns, arrived: Ints) -> Section:

@@ -132,7 +132,7 @@ class MovementRows(Observer):
     # Departure and transfer
 
     def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Begin a hand-off, or record that a request whose move has begun has stopped running at its source."""
+        """Record that a request stopped running at its source; if it was not moving yet, this begins a hand-off."""
         journey = self._journeys.get(request.index)
         if journey is None:
             journey = self._journeys[request.index] = _Journey(request, HAND_OFF, replica_id)
@@ -147,8 +147,8 @@ class MovementRows(Observer):
     def on_transfer(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, num_tokens: int, now: float
     ) -> None:
-        """Record the start of a KV transfer, and begin a journey if the request's prompt is still being computed
-        (`hand_off.overlap`).
+        """Record the start of a KV transfer or, if the transfer has begun before, its new number of tokens. If the
+        request's prompt is still being computed (`hand_off.overlap`), the transfer begins a journey.
         """
         journey = self._journeys.get(request.index)
         if journey is None:
@@ -164,8 +164,8 @@ class MovementRows(Observer):
     def on_transfer_end(
         self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
     ) -> None:
-        """Record the end of a transfer. Write a row if it was a copy of a running request's KV, or if it was cancelled
-        or failed for another reason than the request's end, for which `on_ended` writes the row.
+        """Record the end of a transfer. Write its row if it copied a running request's KV, or if it was cancelled or
+        failed. There is one exception: if the transfer failed because a held request ended, `on_ended` writes the row.
         """
         journey = self._journeys.get(request.index)
         if journey is None:

@@ -68,8 +68,8 @@ _FIELDS = (
     *(("formed_at", "d"), ("duration_s", "d"), ("used_fraction", "d")),
 )
 """Fields of a record. They describe the record's first step, except `num_waiting_after`, which describes the later
-steps. The last three are NaN unless they override the values derived from ticks and blocks, as for rows appended by
-`append`.
+steps. The last three replace the values that are derived from ticks and blocks, for example in rows added by `append`;
+they are NaN where the derived values apply.
 """
 
 
@@ -96,8 +96,8 @@ class StepsBuilder:
         """Cached table of records, and the number of records when it was built."""
         self._ends = array("q")
         self._growth = array("i")
-        """For all records in turn: the number of requests that allocate a block in each repeated step. A record with
-        more repeated steps than numbers repeats its numbers cyclically.
+        """Numbers of requests that allocate a block, one number per repeated step; the numbers of one record follow
+        those of the record before. If a record has fewer numbers than repeated steps, its numbers repeat cyclically.
         """
 
     def __len__(self) -> int:

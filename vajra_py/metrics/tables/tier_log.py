@@ -25,8 +25,8 @@ _HITS = "hit_tokens_"
 
 
 def hits_column(tier: str) -> str:
-    """Return the name of the column with the number of tokens that a request hit in this tier (or "device") at its
-    first admission.
+    """Return the name of the column with the number of prompt tokens that a request hit in this tier at its first
+    admission; `tier` may also be "device".
     """
     return f"{_HITS}{tier}"
 
@@ -105,7 +105,7 @@ class TierLog(Observer):
 
     @property
     def columns(self) -> Sequence[str]:
-        """Names of its columns in the requests table, in order."""
+        """Names of the columns that this log adds to the requests table, in order."""
         return [hits_column("device"), *map(hits_column, self.tiers), LOAD_TIME]
 
     def columns_for(self, indices: Ints, num_cached_tokens: Ints) -> dict[str, Any]:

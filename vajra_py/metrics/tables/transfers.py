@@ -4,17 +4,17 @@ place.
 `transfers.parquet` is written if requests may move between replicas with their KV. Times are seconds on the run's
 clock, NaN = never:
 
-* `held_at`: start of the wait at the source; NaN while the request continues to run there (`is_live`, a copy of a
-  migration);
+* `held_at`: start of the wait at the source; NaN for a row that ends while the request still runs there, which is a
+  copy of a migration (`is_live`) or part of a prompt's KV;
 * `start_at`, `end_at`: start and end of the KV transfer; KV that is sent while the prompt is still being computed
   (`hand_off.overlap`) has a `start_at` before `held_at`;
 * `arrived_at`: time at which the target accepted the request: `end_at`, or the end of a later step;
-* `over_at`: time of the `outcome`: the request was admitted at the target, was held again, or ended, or a copy was
-  complete.
+* `over_at`: time of the `outcome`, such as the admission at the target or the end of a copy.
 
 A request is held from `held_at` to `start_at`, in transfer until `arrived_at` (counted from `held_at` if the transfer
 began earlier), and waiting at the target until `over_at`; a stage that was not completed ends at `over_at`. A move of a
-waiting request, which has no KV, is a row with `kind` "move" and all times equal. Rows are in order of their start.
+waiting request, which has no KV, is a row with `kind` "move", equal times and no `held_at`. Rows are in order of their
+start.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ DONE, STAYED, CALLED_OFF, ENDED, RECOMPUTED, UNFINISHED = (
 )
 """Outcomes of rows.
 
-- `DONE`: the request was admitted at the target; for a copy of a running request (`is_live`), the copy is complete.
+- `DONE`: the request was admitted at the target; if the request still runs at its source (`held_at` is NaN), the copy
+  of its KV is complete.
 - `STAYED`: the request continues at its source.
 - `CALLED_OFF`: the transfer was cancelled or failed; another row may follow.
 - `ENDED`: the request ended before it was admitted at the target.
-- `RECOMPUTED`: its KV was lost or given up, so its tokens are computed again.
+- `RECOMPUTED`: the request's KV was lost or given up, so its tokens are computed again.
 - `UNFINISHED`: the run ended first.
 """
 
