@@ -114,8 +114,8 @@ class BatchBuilder(Protocol):
         """Take a running request's device memory and let the request wait again.
 
         If it was in this step's batch, it leaves the batch and its tokens return to the budget. Refused only with
-        `HOST_BLOCKS` or `IN_FLIGHT`. `IN_FLIGHT` also applies to a request that this step admits and whose KV was
-        copied back from the host while steps ran, and to one on whose blocks another entry of the batch depends. Raises
+        `HOST_BLOCKS` or `IN_FLIGHT`. `IN_FLIGHT` also applies in two cases: this step admits the request, whose KV was
+        copied back from the host while steps ran; or another entry of the batch depends on the request's blocks. Raises
         `ValueError` for a request that is not running.
         """
 
@@ -130,10 +130,10 @@ class BatchBuilder(Protocol):
         """Limit the drafts that this step verifies for a decode to `num_tokens`, instead of `replica.draft.num_tokens`.
 
         Drafts are query tokens of the decode's own entry, whichever call adds it, and use token budget and blocks.
-        Fewer are verified if fewer were proposed, or if budget or lengths leave no room; if blocks are lacking, adding
-        the decode is refused as usual. The setting applies to this step only. Refused with `NO_DRAFTS`, or with
-        `ALREADY_SCHEDULED` if the request is in the batch. Raises `ValueError` for a negative number, or one above
-        `limits.max_draft_tokens`.
+        Fewer are verified if fewer were proposed, or if the token budget, `max_tokens` or the model's length does not
+        allow more; if blocks are lacking, adding the decode is refused as usual. The setting applies to this step only.
+        Refused with `NO_DRAFTS`, or with `ALREADY_SCHEDULED` if the request is in the batch. Raises `ValueError` for a
+        negative number, or one above `limits.max_draft_tokens`.
         """
 
     def hand_off(self, request: RequestView) -> Refusal | None:
@@ -154,8 +154,8 @@ class BatchBuilder(Protocol):
     def pin(self, request: RequestView, seconds: float) -> Refusal | None:
         """Keep the present content of a request in the prefix cache for `seconds`, regardless of retention keys.
 
-        The pin belongs to the request's session, whose earlier pin ends, or without a session to the request itself.
-        Idle pinned blocks are not free. Refused with `PINS` if pins would hold more than
+        The pin belongs to the request's session or, without a session, to the request itself; it replaces their earlier
+        pin. Idle pinned blocks do not count as free. Refused with `PINS` if pins would hold more than
         `replica.memory.prefix_cache.max_pinned_fraction`. If the replica could run no request otherwise, pins end
         early, starting with the pin that would last longest. Raises `ValueError` unless `seconds` is finite and at
         least 0.
@@ -174,9 +174,9 @@ class BatchBuilder(Protocol):
     def blocks_needed(self, request: RequestView, num_tokens: int, *, in_steps: bool = False) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        The number includes idle cached blocks of its prefix hit, since they are free now, but neither blocks that it
-        holds already nor blocks of its prefix hit that other requests hold. With `in_steps`, several steps compute the
-        tokens, so blocks that leave the model's sliding windows in the meantime are not counted.
+        The number includes idle cached blocks of its prefix hit, since they are free now, but neither blocks that the
+        request holds already nor blocks of its prefix hit that other requests hold. With `in_steps`, several steps
+        compute the tokens, so blocks that leave the model's sliding windows in the meantime are not counted.
         """
 
     def max_chunk(self, request: RequestView) -> int:

@@ -128,7 +128,7 @@ class TierTransfer:
     source: str
     target: str
     num_blocks: int
-    """Number of blocks that have arrived: fewer than were to be sent if the transfer was cut short."""
+    """Number of blocks that have arrived; not all blocks arrive if the transfer was cut short."""
     num_bytes: int
     started_at: float
 
@@ -211,7 +211,7 @@ class Observer:
     ) -> None:
         """Called when the replicaset scheduler moves a waiting request to another queue.
 
-        `source` or `target` is None if it is the shared queue.
+        None as `source` or `target` stands for the shared queue.
         """
 
     def on_migration_begun(

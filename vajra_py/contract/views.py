@@ -10,7 +10,9 @@ from typing import Protocol, TypeAlias, runtime_checkable
 from vajra_py.contract.requests import ReplicaId, RequestView
 
 Key: TypeAlias = float | tuple[float, ...]
-"""Key that a prioritizer returns: a finite number, or a tuple of a constant number of them. Lower is more urgent."""
+"""Key that a prioritizer returns: a finite number, or a tuple of finite numbers whose length is always the same. Lower
+is more urgent.
+"""
 
 PriorityKey: TypeAlias = tuple[Key, float, int]
 """A total order: (the prioritizer's key, arrival, submission index); smaller is more urgent."""
@@ -288,8 +290,8 @@ class ReplicasetView(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Number of requests that wait in its queues, or, before their prompt is computed, for blocks of a decode
-        replica; deferred requests are not counted.
+        """Number of requests that wait in its queues, plus the number of requests whose prompt will be computed once a
+        decode replica has blocks for them; deferred requests are not counted.
         """
 
     @property

@@ -39,8 +39,8 @@ class AcceptanceModel(Protocol):
 
 
 class RatesByPosition:
-    """Acceptance model with, for each position of a draft in a step, the probability that the draft is accepted if all
-    earlier drafts of the step are accepted.
+    """Acceptance model with one probability for each position of a draft in its step: the probability that the draft is
+    accepted if all earlier drafts of the step are accepted.
 
     Each output token of a request has one random number, drawn from the request's own stream.
     """
@@ -83,8 +83,8 @@ class RatesByPosition:
 
 
 class AcceptedInTrace:
-    """Acceptance model that repeats a recorded run: of each request, the same tokens are accepted, and none after the
-    end of the request's record.
+    """Acceptance model that repeats a recorded run: for each request, the same drafts are accepted as in the record,
+    and none after its end.
     """
 
     max_tokens: int | None = None

@@ -404,7 +404,7 @@ class Request(_Stated):
 
     @property
     def is_prefill_complete(self) -> bool:
-        """True if every known token except the newest is computed."""
+        """True if the request has generated a token, and at most its newest known token is not computed."""
         return self._pool is not None or (self._output > 0 and self.num_remaining_tokens <= 1)
 
     @property

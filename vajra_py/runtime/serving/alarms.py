@@ -70,7 +70,9 @@ class AlarmClock(Struct, eq=False):
     _push: Callable[[Alarm], None] | None = None
 
     def connect(self, push: Callable[[Alarm], None]) -> None:
-        """Pass each wake-up, including those set before, to `push`; the driver calls `rang` when its time has come."""
+        """Pass each wake-up, including those set before, to `push`; the driver calls `rang` when the time of a wake-up
+        has come.
+        """
         self._push = push
         for alarm in self._pending.values():
             push(alarm)

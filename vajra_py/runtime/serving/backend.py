@@ -27,8 +27,8 @@ class BackendReplica:
 
     replica: Replica
     rank: int = field(default=0, kw_only=True)
-    """Position of the replica among all replicas of the run, by which its events are ordered within a tick; replicasets
-    are in the order of the settings, replicas in order of id.
+    """Position of the replica among all replicas of the run, by which its events are ordered within a tick. The
+    replicas of a run are ordered by replicaset, as in the settings, and then by id.
     """
     free_at: int = field(default=0, kw_only=True)
     """Tick from which the replica can take another step; `NEVER`: only after the step in flight has ended, or not at
@@ -190,7 +190,7 @@ class FastForward(Protocol[S]):
         """Apply a replica's ended steps; the run of steps continues. `up_to_now`: see `interrupt`."""
 
     def shorten(self, replica: S) -> None:
-        """Blocks were taken after `catch_up`: end the run with the last step that is still certain to repeat."""
+        """End the run with the last step that is still certain to repeat, because blocks were taken after `catch_up`."""
 
     def interrupt_all(self, replicaset: str) -> None:
         """Call `interrupt` for every replica of a replicaset."""

@@ -105,7 +105,7 @@ class Services(Struct, frozen=True):
     models: Mapping[str, ReplicasetModel] = field(default_factory=dict)
     """Models by replicaset, if they differ; they replace `latency` and `facts`."""
     pools: Mapping[str, ReplicasetModel] = field(default_factory=dict)
-    """Models by pool of one replicaset, if they differ."""
+    """Models of one replicaset by pool, if its pools have different devices."""
     served_models: Mapping[str, object] | None = None
     """Model of each replicaset, if a request of one model cannot be served by another; None: any replicaset may serve
     any request.
@@ -115,7 +115,7 @@ class Services(Struct, frozen=True):
     alarms: AlarmClock = field(default_factory=AlarmClock)
     """Wake-ups that the policies set."""
     draft_times_s: tuple[float, float] = (0.0, 0.0)
-    """Times in seconds that drafting adds to a step with drafts: (for the step, for each draft in it)."""
+    """Times in seconds that drafting adds to a step with drafts: (once for the step, for each of its drafts)."""
     make_memory: Callable[[ReplicaConfig, ReplicaLimits, Retention | None], KvMemory] | None = None
     """Function that builds the KV memory of a replica; None: `build_memory`."""
     make_replica: Callable[[ReplicaParts], Replica] = Replica
@@ -266,7 +266,7 @@ def build_memory(
     """Build an empty KV memory of these sizes; `retention` orders its idle content (None: as in the settings), `tiers`
     are the memory tiers below it.
 
-    `kind`: class of a memory without KV parallelism.
+    `kind`: class of the memory if the replica has no KV parallelism.
     """
     cache = settings.memory.prefix_cache
     options = PrefixCacheOptions(
@@ -449,8 +449,8 @@ def _let_requests_move(
 def _build_scaling(
     replicaset: str, settings: ReplicasetConfig, context: PolicyContext, seeds: SeedTree, services: Services
 ) -> ReplicasetScaling | None:
-    """Return the scaler of a replicaset with the bounds of its pools; None if the settings name none. Raises the errors
-    of building a scaler.
+    """Return the scaler of a replicaset with the bounds of its pools; None if the settings name no scaler. Raises the
+    errors of building a scaler.
     """
     choice = settings.scheduling.scaling
     if choice is None:
@@ -595,8 +595,8 @@ def adapters_of(replica_id: int, settings: AdaptersConfig | None) -> Adapters | 
 
 
 def largest_limits(limits: Sequence[ReplicaLimits]) -> ReplicaLimits:
-    """Return the largest value of each limit over all replicas (None, no limit, if a replica has none), for policies
-    that serve all of them.
+    """Return the limits for policies that serve all replicas: the largest value of each limit, or None (no limit) if a
+    replica has no such limit.
     """
 
     def largest(values: Iterable[int | None]) -> int | None:

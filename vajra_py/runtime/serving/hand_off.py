@@ -36,7 +36,7 @@ other.
 
 
 class Stage(Enum):
-    """Stages of a hand-off, which may skip some of them and return to an earlier one."""
+    """Stages of a hand-off. A hand-off may skip stages, and may return to an earlier one."""
 
     HELD_BACK = "held back"
     """The prompt is not computed before a target has been found and has reserved blocks."""
@@ -137,7 +137,9 @@ class HandOffs(Generic[R]):
             if self.overlap is not None:
                 replica.lifecycle.on_memory_taken = self.overlap.preempted
         self._num_retries = 0
-        """Number of checks of full targets since blocks were last reserved or a replica computed."""
+        """Number of consecutive checks of full targets during which no blocks were reserved, no replica computed and no
+        deadlock was resolved.
+        """
 
     # Stages of a hand-off
 

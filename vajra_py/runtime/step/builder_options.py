@@ -67,8 +67,6 @@ class BuilderOptions(Struct, kw_only=True):
     end is known.
     """
     busy_group_tokens: int = 500
-    """Number of query tokens of a KV-parallel group in a step; a group that has reached this number takes no new
-    request.
-    """
+    """Number of query tokens in a step from which on a KV-parallel group takes no new request."""
     drafts: DraftRules | None = None
     """Rules of drafts; None: decodes have no drafts."""
