@@ -104,7 +104,8 @@ class BatchBuilder(Protocol):
         """
 
     def add_running(self, max_chunk_tokens: int | None = None) -> DecodeStop | None:
-        """Add every running request that is not in the batch yet, in order of admission, decodes and chunks alike.
+        """Add every running request that is not in the batch yet, in order of admission, decodes and partial prefills
+        alike.
 
         Each gets its remaining tokens, at most `max_chunk_tokens`, and at most the remaining budget. Stops like
         `add_decodes`, with `TOKEN_BUDGET` if the budget is used up; call it again to continue.

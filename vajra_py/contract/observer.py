@@ -179,7 +179,8 @@ class Observer:
     def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Called when a request stops in order to move; the replica holds its KV until the target has received it.
 
-        A request stops after its prompt, by `BatchBuilder.hand_off`, or for the last stage of a migration.
+        A request stops when its prompt is computed, when `BatchBuilder.hand_off` is called, or for the last stage of a
+        migration.
         """
 
     def on_transfer(

@@ -189,7 +189,7 @@ class ReplicaLoadView(Protocol):
         """Maximum number of requests in one step."""
 
     def prefix_hit_tokens(self, request: RequestView) -> int:
-        """Return the number of leading tokens of the request that its prefix cache holds.
+        """Return the number of leading tokens of the request that the replica's prefix cache holds.
 
         With `kv_event_lag_s`, the number follows from the events that policies have received so far; otherwise it is
         live, even if the other figures of this view are older.

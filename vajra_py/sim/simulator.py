@@ -315,7 +315,9 @@ class Simulator(Backend[SimReplica]):
     # Steps
 
     def launch(self, replica: SimReplica, plan: StepPlan) -> int:
-        """See `Backend`: the end of the step is an event; with repetitions, the end of the last one."""
+        """See `Backend`: the end of the step is an event or, if repetitions are launched with it, the end of the last
+        repetition.
+        """
         if replica.num_stages > 1:
             return self._launch_in_stages(replica, plan)
         replica.plan = plan

@@ -156,10 +156,11 @@ class CountedTokens(NamedTuple):
 
 
 class SharedSteps:
-    """Steps of decodes with drafts that decode together in every step, kept once for all of these requests.
+    """Steps of a group of requests that decode with drafts, all in the same steps; each step is stored once for the
+    group.
 
     Attributes:
-        requests: these requests; empty once no further step can be added.
+        requests: the group; empty once no further step can be added.
         steps: for each step, the fields of `CountedTokens`; the numbers of drafts are columns with one entry per
             request.
     """

@@ -154,7 +154,7 @@ class RunningSet:
         self.skipped[request] = None
 
     def decode_alone(self, request: Request, num_steps_to_end: int) -> None:
-        """Make a request whose prompt is done decode individually, outside the pool."""
+        """Let a request, whose prompt is computed, decode individually, outside the pool."""
         del self.partial[request]
         request.end_epoch = num_steps_to_end
         request.is_skipped = True

@@ -98,8 +98,8 @@ class Backend(Protocol[S]):
         """
 
     def cancel(self, replica: S) -> int:
-        """Cancel the replica's steps; return the tick from which the replica is free, `NEVER` if the backend will
-        report that later by `Driver.freed`.
+        """Cancel the replica's steps; return the tick from which the replica is free. `NEVER`: the backend will call
+        `Driver.freed` when it is free.
         """
 
     # Handlers of events whose payload the backend defines
@@ -190,7 +190,7 @@ class FastForward(Protocol[S]):
         """Apply a replica's ended steps; the run of steps continues. `up_to_now`: see `interrupt`."""
 
     def shorten(self, replica: S) -> None:
-        """End the run with the last step that is still certain to repeat, because blocks were taken after `catch_up`."""
+        """End the run with the last step that is still certain to repeat: blocks were taken after `catch_up`."""
 
     def interrupt_all(self, replicaset: str) -> None:
         """Call `interrupt` for every replica of a replicaset."""

@@ -307,7 +307,7 @@ class ReplicaPlan(Struct, frozen=True):
     limits: ReplicaLimits
     latency: LatencyModel
     scheduler: PolicyChoice
-    """Policy choice of the replica scheduler."""
+    """Choice of the policy that is the replica scheduler."""
     pool: str = DEFAULT_POOL
     role: PoolRole = PoolRole.MIXED
     retention: PolicyChoice | None = None

@@ -84,7 +84,7 @@ class Controller:
 
     @property
     def num_alive(self) -> int:
-        """Number of requests that have not ended or whose end is not settled yet (`settle`), including deferred ones."""
+        """Number of requests, deferred ones included, that have not ended or whose end is not settled (`settle`)."""
         return len(self._alive)
 
     def alive(self) -> Sequence[Request]:

@@ -1,5 +1,5 @@
-"""Drain replicas by migration: as far as other replicas have room, running requests move there while they continue to
-compute.
+"""Drain replicas by migration: running requests move to other replicas that have room, and continue to compute
+meanwhile.
 """
 
 from __future__ import annotations

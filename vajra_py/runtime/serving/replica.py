@@ -198,7 +198,7 @@ class Replica:
         self.drains_by_migration = False
         """True while the replica's running requests are moved away; a step with an admission is then not repeated."""
         self.expects_kv = False
-        """True if requests wait to move to this replica, one after each step."""
+        """True if requests wait for blocks of this replica; one of them gets blocks after each step."""
         self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
@@ -401,7 +401,7 @@ class Replica:
     @property
     def lacks_blocks_to_run(self) -> bool:
         """True if no step could be formed at the policy's last call, and a running request was refused for lack of KV
-        blocks.
+        blocks. False if the policy is idle on purpose or the backend accepts no steps.
         """
         builder = self.builder
         if self.num_in_flight or not self.forms_steps or builder.idle_at is not None:
@@ -556,7 +556,9 @@ class Replica:
         return plan
 
     def _let_join(self, plan: StepPlan) -> None:
-        """Add requests that arrived with their KV to the decode pool, if this plan computes their last known token."""
+        """Add to the decode pool those requests that arrived with their KV and compute their last known token in this
+        plan.
+        """
         pool = self.running_set.pool
         if plan.num_pool_decodes < len(pool) or plan.notes or self.parts.listeners.step_runs:
             return  # the step leaves out decodes, or must be reported separately from the steps after it
@@ -926,7 +928,7 @@ class Replica:
         return done
 
     def _begin_decode(self, request: Request, num_left: int) -> None:
-        """Make a request whose prompt is computed a decode with `num_left` tokens to generate."""
+        """Turn a request, whose prompt is computed, into a decode with `num_left` tokens to generate."""
         if self._has_drafts:
             self.running_set.decode_alone(request, num_left)
         else:
