@@ -208,8 +208,9 @@ class PlacesAfterPrompt(Protocol):
     ) -> ReplicaId | None:
         """Return the id of the replica that continues a request after its prompt, or after `BatchBuilder.hand_off`.
 
-        None: the request continues on its present replica; on a prefill replica, it waits there, and the method is
-        called again later. With `hand_off.when_full: hold`, it is also called again while the chosen replica is full.
+        None: the request continues on its present replica, unless that is a prefill replica: there it waits, and the
+        method is called again later. With `hand_off.when_full: hold`, it is also called again while the chosen replica
+        is full.
         """
 
 

@@ -83,8 +83,8 @@ class RatesByPosition:
 
 
 class AcceptedInTrace:
-    """Acceptance model that repeats a recorded run: for each request, the same drafts are accepted as in the record,
-    and none after its end.
+    """Acceptance model that repeats a recorded run: for each request, drafts are accepted at the same positions of the
+    output as in the record, and none after its end.
     """
 
     max_tokens: int | None = None

@@ -27,7 +27,8 @@ class SimReplica(BackendReplica):
     run. The end of the run is an event.
     """
     is_apart: bool = False
-    """True if other requests took blocks after the step in flight was formed, so that it needs its own record."""
+    """True if other requests took blocks after the step in flight was formed, so that this step needs its own record.
+    """
     run_limit: int = FIRST_STEPS
     """Maximum number of steps computed at once: increased after a run that was completed, reset after one that was
     interrupted.

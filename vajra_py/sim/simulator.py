@@ -70,7 +70,9 @@ class SimulationOptions(Struct, frozen=True):
     in the next step. The replicas must then be built with `BuilderOptions.holds_ended_slots`.
     """
     times_transfers: bool = True
-    """True if durations of KV transfers and adapter loads are modelled; False: they end by injected inputs."""
+    """True if durations of KV transfers and adapter loads are modelled; False: transfers and loads end by injected
+    inputs.
+    """
     wakes: bool = True
     """True if policies are woken at the times that they set; False: only by injected inputs."""
     isolates_policies: bool = False

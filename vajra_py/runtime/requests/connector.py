@@ -95,7 +95,7 @@ class ConnectorRules(Struct, frozen=True):
     over.
     """
     reports_with_steps: bool = True
-    """True if the connector reports when steps complete; otherwise at any time."""
+    """True if the connector reports when steps complete; False: it reports at any time."""
     forms_ahead: bool = False
     """True if a step is formed before the preceding step has completed; since the preceding step may still write
     blocks, its requests are not preempted.
@@ -310,8 +310,8 @@ class ConnectedKv:
         return num_blocks
 
     def begin_load(self, request: Request, now: float) -> bool | None:
-        """Begin an asynchronous load of a request's KV, or bind the request if the connector's answer is unknown yet,
-        and return True. Return None if there is nothing to load asynchronously, False if blocks are lacking.
+        """Begin an asynchronous load of a request's KV, or only bind the request if the connector's answer is unknown
+        yet; return True. Return None if there is nothing to load asynchronously, False if blocks are lacking.
         """
         found = self._match(request)
         if found is None:

@@ -78,7 +78,7 @@ class AlarmClock(Struct, eq=False):
             push(alarm)
 
     def set(self, sleeper: Sleeper, key: str | None, tick: int) -> None:
-        """Set the policy's wake-up with this key to a tick; if there is one with this key, it is replaced."""
+        """Set the policy's wake-up with this key to a tick; an earlier wake-up with this key is replaced."""
         old = self._pending.get((sleeper, key))
         if old is not None:
             if old.tick == tick:

@@ -107,8 +107,8 @@ class Services(Struct, frozen=True):
     pools: Mapping[str, ReplicasetModel] = field(default_factory=dict)
     """Models of one replicaset by pool, if its pools have different devices."""
     served_models: Mapping[str, object] | None = None
-    """Model of each replicaset, if a request of one model cannot be served by another; None: any replicaset may serve
-    any request.
+    """Model of each replicaset, if a request for one model cannot be served by another model; None: any replicaset may
+    serve any request.
     """
     diary: PolicyDiary = field(default_factory=PolicyDiary)
     """Figures that the policies emit, and the names of policies that read unknown output lengths."""
@@ -472,8 +472,8 @@ def _build_scaling(
 def _build_retention(
     replicaset: str, plan: ReplicaPlan, context: PolicyContext, seeds: SeedTree, services: Services
 ) -> Retention | None:
-    """Return the retention policy of one replica; None if the settings name none. Raises `ConfigError`, and the errors
-    of building a policy.
+    """Return the retention policy of one replica; None if the settings name no such policy. Raises `ConfigError`, and
+    the errors of building a policy.
     """
     choice = plan.retention
     if choice is None:
@@ -580,7 +580,7 @@ def _build_memory(plan: ReplicaPlan, retention: Retention | None, services: Serv
 
 
 def adapters_of(replica_id: int, settings: AdaptersConfig | None) -> Adapters | None:
-    """Return the adapters of one replica, with nothing loaded; None if it has none."""
+    """Return the adapters of one replica, none of them loaded; None if the replica has no adapters."""
     if settings is None:
         return None
     if settings.models is None:

@@ -62,7 +62,7 @@ class Elasticity(Generic[R]):
             self.ask_soon(name)
 
     def may_happen(self, what: Failure | Restart) -> bool:
-        """Return True if a failure or restart is to be handled; always so without a scaler.
+        """Return True if a failure or restart is to be handled; without a scaler, always return True.
 
         With a scaler, return False if the failed replica is down or lost already, or if the replica to restart is not
         lost; else schedule a call of the scaler, and return True.
