@@ -87,12 +87,12 @@ class BatchBuilder(Protocol):
     def add(self, request: RequestView, num_tokens: int, *, reserve_tokens: int | None = None) -> Refusal | None:
         """Compute the next `num_tokens` (at least 1, at most the remaining tokens) of the request in this step.
 
-        Returns None if the request was added. A waiting request is admitted by this call: its cached prefix is attached
-        first, blocks are taken for `reserve_tokens` leading tokens (by default, depending on the replica's reservation
-        option, for all known tokens or for those up to the end of this chunk), and `num_tokens` counts from the end of
-        the cached prefix. A swapped request is swapped in. A running request gets the blocks that this step needs, or
-        those for `reserve_tokens` leading tokens if that is more. If KV or an adapter must be loaded before the request
-        can run, the load begins, and the call is refused with `LOADING`.
+        Returns None if the request was added. A waiting request is admitted by this call. Its cached prefix is attached
+        first, and `num_tokens` counts from the end of that prefix. Blocks are taken for `reserve_tokens` leading
+        tokens; by default these are, depending on the replica's reservation option, all known tokens or the tokens up
+        to the end of this chunk. A swapped request is swapped in. A running request gets the blocks that this step
+        needs, or those for `reserve_tokens` leading tokens if that is more. If KV or an adapter must be loaded before
+        the request can run, the load begins, and the call is refused with `LOADING`.
         """
 
     def add_decodes(self) -> DecodeStop | None:

@@ -263,9 +263,8 @@ class PoolView(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Number of requests that wait in its replicas' queues, or in the shared queue if its replicas may pull from
-        it, plus the number of requests whose prompt one of its replicas will compute once a decode replica has blocks
-        for them.
+        """Number of queued requests: those in its replicas' queues, those in the shared queue if its replicas may pull
+        from it, and those whose prompt one of its replicas will compute once a decode replica has blocks for them.
         """
 
     @property

@@ -1,8 +1,9 @@
 """Models of the acceptance of drafts in a simulation.
 
 Each token's random number, or its acceptance in a trace, depends on the seed, the request and the token's position in
-the output, but not on the steps that a policy forms: a token that is hard to predict is hard to predict under every
-policy (common random numbers). With rates by position, the token's place among the drafts of its step matters too.
+the output, but not on the steps that a policy forms. A token that is hard to predict is therefore hard to predict under
+every policy (common random numbers). With rates by position, the token's place among the drafts of its step matters
+too.
 """
 
 from __future__ import annotations

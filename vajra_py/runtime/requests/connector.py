@@ -399,8 +399,8 @@ class ConnectedKv:
         )
 
     def take_report(self, report: KvReport) -> None:
-        """Record the loads that are over and the steps that have completed, and free the blocks of ended requests that
-        the connector no longer needs.
+        """Record the loads that are over and the steps that have completed, and free those blocks of ended requests
+        that the connector no longer needs.
         """
         for _ in range(min(report.num_returned, len(self._ahead))):
             self._ahead.popleft()

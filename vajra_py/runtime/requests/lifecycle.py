@@ -147,7 +147,7 @@ class Lifecycle:
 
     def give_up_kv(self, request: Request, now: float) -> None:
         """Free the KV with which a waiting request arrived, or that was loaded for it, so that other requests can run;
-        this replica will recompute it.
+        this replica will recompute that KV.
         """
         running_set = self._running_set
         if running_set.memory.tiers is not None:

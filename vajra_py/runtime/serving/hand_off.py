@@ -210,8 +210,8 @@ class HandOffs(Generic[R]):
             self._reserve(target)
 
     def _join_line(self, one: HandOff[R], target: R) -> None:
-        """Queue a request for blocks of its target: a request with a computed prompt, which holds blocks at its source,
-        comes before requests whose prompts are not computed, which hold none.
+        """Queue a request for blocks of its target. A request whose prompt is computed comes before all requests whose
+        prompts are not, because it holds blocks at its source.
         """
         line = self._lines.get(target.replica.replica_id)
         if line is None:

@@ -556,7 +556,7 @@ class Replica:
         return plan
 
     def _let_join(self, plan: StepPlan) -> None:
-        """Let requests that arrived with their KV join the decode pool, if this plan computes their last known token."""
+        """Let requests that arrived with their KV join the decode pool if this plan computes their last known token."""
         pool = self.running_set.pool
         if plan.num_pool_decodes < len(pool) or plan.notes or self.parts.listeners.step_runs:
             return  # the step leaves out decodes, or must be reported separately from the steps after it
