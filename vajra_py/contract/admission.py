@@ -1,4 +1,4 @@
-"""Protocols of admission policies, which decide on arriving requests, and scalers, which set numbers of replicas."""
+"""Protocols of admission policies, which decide on arriving requests, and of scalers, which set numbers of replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Protocols of latency models, which predict step durations from features of batches, and of related predictions."""
+"""Protocols of latency models and of related predictions. A latency model predicts a step's duration from its batch."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ class AcceptedInTrace:
     max_tokens: int | None = None
 
     def __init__(self, accepted: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        """Create the model. `accepted`: (number of output tokens before, number of accepted drafts) for each
-        verification, by request id.
+        """Create the model. `accepted`: for each verification, by request id: (number of output tokens before it,
+        number of accepted drafts).
         """
         self._guessed = {name: _guessed(verified) for name, verified in accepted.items()}
 

@@ -170,8 +170,8 @@ class FastForward(Protocol[S]):
         """Apply every ended step of a replicaset; steps in flight continue."""
 
     def sync_before(self, replica: S) -> None:
-        """Apply every step of the replicaset's other replicas that ended before this replica's step, which ends now;
-        simultaneous ends are ordered by rank.
+        """Apply those steps of the replicaset's other replicas that ended before the step of this replica, which ends
+        now; simultaneous ends are ordered by rank.
         """
 
     def on_queued(self, replica: S) -> None:

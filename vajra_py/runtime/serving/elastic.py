@@ -1,6 +1,7 @@
 """Start and stop replicas according to the targets of their replicasets' scalers.
 
-A change of a replica's state is an input of the run: a scaler decides it or, in a replay, the recording contains it.
+A change of a replica's state is an input of the run: it is decided by a scaler or, in a replay, read from the
+recording.
 """
 
 from __future__ import annotations

@@ -121,7 +121,8 @@ class HandOffs(Generic[R]):
         self._unplaced: dict[Request, HandOff[R]] = {}
         """Hand-offs that wait for a target; the one that has waited longest is first."""
         self._lines: dict[int, deque[HandOff[R]]] = {}
-        """Hand-offs that wait for blocks of a target, by target, in the order in which they will get blocks."""
+        """Hand-offs that wait for blocks of a target, by the target's id, in the order in which they will get blocks.
+        """
         self._asked_while_busy: set[int] = set()
         """Ids of targets that were busy when blocks were to be reserved; their waiting hand-offs are continued when
         their step ends.

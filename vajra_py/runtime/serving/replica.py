@@ -457,8 +457,8 @@ class Replica:
         raise stuck.at(self.replica_id, self.num_steps)
 
     def _form_after_held_slots(self, now: int) -> StepPlan | None:
-        """Free the slots that ended requests still hold, which may be why no step was formed, and call the policy
-        again.
+        """Free the slots that ended requests still hold, and call the policy again: too few free slots may be the
+        reason why no step was formed.
         """
         self._see_ends()
         return self.form_step(now)
