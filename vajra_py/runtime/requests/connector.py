@@ -48,8 +48,8 @@ class KvConnector(Protocol):
         """Return how many tokens (in whole blocks) can be loaded after the cached ones; None: not known yet."""
 
     def begins(self, request: Request, num_local_tokens: int, num_tokens: int) -> None:
-        """Announce that a request is about to get blocks for an asynchronous load of the `num_tokens` tokens after its
-        `num_local_tokens` cached tokens.
+        """Announce that a request is about to get blocks for an asynchronous load. The load covers the `num_tokens`
+        tokens that follow its `num_local_tokens` cached tokens.
         """
 
     def allocated(self, request: Request, num_tokens: int) -> None:

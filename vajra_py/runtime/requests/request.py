@@ -452,7 +452,7 @@ class Request(_Stated):
         return () if self.hashes is None else self.hashes.shared_prompt_hashes(self.num_prompt_tokens)
 
     def set_computed(self, num_tokens: int) -> None:
-        """Set the computed counter; only outside a decode pool."""
+        """Set the number of computed tokens; allowed only outside a decode pool."""
         assert self._pool is None
         self._computed = num_tokens
 

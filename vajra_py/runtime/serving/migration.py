@@ -47,7 +47,7 @@ class Migration(Struct, Generic[R], eq=False):
 
     @property
     def is_current(self) -> bool:
-        """True if the request still runs at the source under the same admission."""
+        """True if the request still runs at the source and was not admitted again meanwhile."""
         return self.request.state is RequestState.RUNNING and self.request.admitted_index == self.admitted_index
 
 

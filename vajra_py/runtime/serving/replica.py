@@ -207,7 +207,7 @@ class Replica:
         self.bind_policy(parts)
 
     def bind_policy(self, parts: ReplicaParts) -> None:
-        """Replace policy, listeners or queue; the caller has moved the requests that still wait to a new queue."""
+        """Replace policy, listeners or queue; the caller has already put the waiting requests into a new queue."""
         if parts.policy is not self.parts.policy:
             self._inherited = [*self.running_set.running(), *self.running_set.in_flight]
         self.parts = parts
@@ -999,8 +999,8 @@ class Replica:
         return kind != MOVED and request.stays_at != self.replica_id and request not in self._to_abort
 
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
-        """Move a request whose prompt is computed to the state HELD, to be handed off; if its first token is its last,
-        add it to `done` instead.
+        """Set the state of a request, whose prompt is computed, to HELD, so that it is handed off; if its first token
+        is its last, add it to `done` instead.
         """
         if self.gives_first_token:
             num_outputs = request.add_output(now)
