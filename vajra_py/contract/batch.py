@@ -155,8 +155,8 @@ class BatchBuilder(Protocol):
     def pin(self, request: RequestView, seconds: float) -> Refusal | None:
         """Keep the present content of a request in the prefix cache for `seconds`, regardless of retention keys.
 
-        The pin belongs to the request's session or, without a session, to the request itself; it replaces their earlier
-        pin. Idle pinned blocks do not count as free. Refused with `PINS` if pins would hold more than
+        The pin belongs to the request's session or, without a session, to the request itself; an earlier pin of the
+        same owner ends. Idle pinned blocks do not count as free. Refused with `PINS` if pins would hold more than
         `replica.memory.prefix_cache.max_pinned_fraction`. If the replica could run no request otherwise, pins end
         early, starting with the pin that would last longest. Raises `ValueError` unless `seconds` is finite and at
         least 0.
