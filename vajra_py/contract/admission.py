@@ -1,4 +1,4 @@
-"""Protocols of admission policies, which decide on arriving requests, and scalers, which set numbers of replicas."""
+"""Protocols of admission policies, which decide on arriving requests, and of scalers, which set numbers of replicas."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Defer:
     """Decision to decide again later; the request waits outside every queue meanwhile, and may expire."""
 
     until: float | None = None
-    """Time of the next decision, seconds on the run's clock; None: when the policy is woken or any request ends."""
+    """Time of the next decision, seconds on the run's clock; None: the next decision is made when the policy is woken
+    or any request ends.
+    """
     reason: str = ""
     """Reason shown in tables and reports."""
     holds_rest: bool = False

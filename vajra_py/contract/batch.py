@@ -87,12 +87,12 @@ class BatchBuilder(Protocol):
     def add(self, request: RequestView, num_tokens: int, *, reserve_tokens: int | None = None) -> Refusal | None:
         """Compute the next `num_tokens` (at least 1, at most the remaining tokens) of the request in this step.
 
-        Returns None if the request was added. A waiting request is admitted by this call: its cached prefix is attached
-        first, blocks are taken for `reserve_tokens` leading tokens (by default, depending on the replica's reservation
-        option, for all known tokens or for those up to the end of this chunk), and `num_tokens` counts from the end of
-        the cached prefix. A swapped request is swapped in. A running request gets the blocks that this step needs, or
-        those for `reserve_tokens` leading tokens if that is more. If KV or an adapter must be loaded before the request
-        can run, the load begins, and the call is refused with `LOADING`.
+        Returns None if the request was added. A waiting request is admitted by this call. Its cached prefix is attached
+        first, and `num_tokens` counts from the end of that prefix. Blocks are taken for `reserve_tokens` leading
+        tokens; by default these are, depending on the replica's reservation option, all known tokens or the tokens up
+        to the end of this chunk. A swapped request is swapped in. A running request gets the blocks that this step
+        needs, or those for `reserve_tokens` leading tokens if that is more. If KV or an adapter must be loaded before
+        the request can run, the load begins, and the call is refused with `LOADING`.
         """
 
     def add_decodes(self) -> DecodeStop | None:
@@ -104,7 +104,8 @@ class BatchBuilder(Protocol):
         """
 
     def add_running(self, max_chunk_tokens: int | None = None) -> DecodeStop | None:
-        """Add every running request that is not in the batch yet, in order of admission, decodes and chunks alike.
+        """Add every running request that is not in the batch yet, in order of admission, decodes and partial prefills
+        alike.
 
         Each gets its remaining tokens, at most `max_chunk_tokens`, and at most the remaining budget. Stops like
         `add_decodes`, with `TOKEN_BUDGET` if the budget is used up; call it again to continue.
@@ -114,8 +115,8 @@ class BatchBuilder(Protocol):
         """Take a running request's device memory and let the request wait again.
 
         If it was in this step's batch, it leaves the batch and its tokens return to the budget. Refused only with
-        `HOST_BLOCKS` or `IN_FLIGHT`. `IN_FLIGHT` also applies to a request that this step admits and whose KV was
-        copied back from the host while steps ran, and to one on whose blocks another entry of the batch depends. Raises
+        `HOST_BLOCKS` or `IN_FLIGHT`. `IN_FLIGHT` also applies in two cases: this step admits the request, whose KV was
+        copied back from the host while steps ran; or another entry of the batch depends on the request's blocks. Raises
         `ValueError` for a request that is not running.
         """
 
@@ -130,10 +131,10 @@ class BatchBuilder(Protocol):
         """Limit the drafts that this step verifies for a decode to `num_tokens`, instead of `replica.draft.num_tokens`.
 
         Drafts are query tokens of the decode's own entry, whichever call adds it, and use token budget and blocks.
-        Fewer are verified if fewer were proposed, or if budget or lengths leave no room; if blocks are lacking, adding
-        the decode is refused as usual. The setting applies to this step only. Refused with `NO_DRAFTS`, or with
-        `ALREADY_SCHEDULED` if the request is in the batch. Raises `ValueError` for a negative number, or one above
-        `limits.max_draft_tokens`.
+        Fewer are verified if fewer were proposed, or if the token budget, `max_tokens` or the model's length does not
+        allow more; if blocks are lacking, adding the decode is refused as usual. The setting applies to this step only.
+        Refused with `NO_DRAFTS`, or with `ALREADY_SCHEDULED` if the request is in the batch. Raises `ValueError` for a
+        negative number, or one above `limits.max_draft_tokens`.
         """
 
     def hand_off(self, request: RequestView) -> Refusal | None:
@@ -154,8 +155,8 @@ class BatchBuilder(Protocol):
     def pin(self, request: RequestView, seconds: float) -> Refusal | None:
         """Keep the present content of a request in the prefix cache for `seconds`, regardless of retention keys.
 
-        The pin belongs to the request's session, whose earlier pin ends, or without a session to the request itself.
-        Idle pinned blocks are not free. Refused with `PINS` if pins would hold more than
+        The pin belongs to the request's session or, without a session, to the request itself; an earlier pin of the
+        same owner ends. Idle pinned blocks do not count as free. Refused with `PINS` if pins would hold more than
         `replica.memory.prefix_cache.max_pinned_fraction`. If the replica could run no request otherwise, pins end
         early, starting with the pin that would last longest. Raises `ValueError` unless `seconds` is finite and at
         least 0.
@@ -174,9 +175,9 @@ class BatchBuilder(Protocol):
     def blocks_needed(self, request: RequestView, num_tokens: int, *, in_steps: bool = False) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        The number includes idle cached blocks of its prefix hit, since they are free now, but neither blocks that it
-        holds already nor blocks of its prefix hit that other requests hold. With `in_steps`, several steps compute the
-        tokens, so blocks that leave the model's sliding windows in the meantime are not counted.
+        The number includes idle cached blocks of its prefix hit, since they are free now, but neither blocks that the
+        request holds already nor blocks of its prefix hit that other requests hold. With `in_steps`, several steps
+        compute the tokens, so blocks that leave the model's sliding windows in the meantime are not counted.
         """
 
     def max_chunk(self, request: RequestView) -> int:

@@ -55,8 +55,9 @@ class WakeUps(Protocol):
     """Wakes the policy at times that it sets, such as for batching windows, periodic rebalancing or planning.
 
     Other events at the same time, except those of scalers, happen first. Then `on_wake` is called if the policy has it
-    (`HandlesWakes`), and steps are formed: for a replica scheduler on its replica unless a step is in flight, for
-    policies of other layers on all idle replicas. Wake-ups do not keep a run alive: it ends when no request is left.
+    (`HandlesWakes`), and steps are formed. A wake-up of a replica scheduler forms a step on its replica unless a step
+    is in flight; a wake-up of another policy forms steps on all idle replicas. Wake-ups do not keep a run alive: it
+    ends when no request is left.
     """
 
     def at(self, time_s: float, key: str = "") -> None:

@@ -41,9 +41,9 @@ def fill(
     wins ties. A prompt that cannot be added is skipped; after ten skipped prompts, no further one is admitted in this
     step. A prompt's memory is reserved according to the replica's reservation option.
 
-    Prompts do not preempt other requests, with one exception: if partial prefills hold all memory and none of them can
-    grow, so that no request could run (only possible with the reservation option `incremental`), the least urgent of
-    them are preempted until the most urgent one can grow.
+    Prompts do not preempt other requests, with one exception: no request could run, because partial prefills hold all
+    memory and none of them can grow. Then the least urgent of them are preempted until the most urgent one can grow.
+    This is only possible with the reservation option `incremental`.
     """
     add_all_decodes(replica, batch, preemption_mode)
     if batch.slots_left <= 0 or batch.tokens_left <= 0:

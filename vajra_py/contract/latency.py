@@ -1,4 +1,4 @@
-"""Protocols of latency models, which predict step durations from features of batches, and of related predictions."""
+"""Protocols of latency models and of related predictions. A latency model predicts a step's duration from its batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BatchFeatures(NamedTuple):
     swap_bytes: int = 0
     """Bytes moved between device and host memory before the step."""
     num_draft_tokens: int = 0
-    """Number of drafts that the step verifies: query tokens of the decodes, without one token of each decode."""
+    """Number of drafts that the step verifies: the query tokens of the decodes minus one token for each decode."""
 
     @property
     def num_tokens(self) -> int:
@@ -112,7 +112,7 @@ class ModelDescription:
     filled_fraction: float = 0.0
     """Fraction of the step time predicted so far that is not based on measurements."""
     device: str | None = None
-    """Name of a replica's devices, the key for price and power; None: unknown."""
+    """Name of the type of a replica's devices, by which price and power are looked up; None: unknown."""
     num_devices: int = 1
     """Number of devices of one replica, over all ranks."""
     max_kv_groups: int | None = None

@@ -128,7 +128,7 @@ class TierTransfer:
     source: str
     target: str
     num_blocks: int
-    """Number of blocks that have arrived: fewer than were to be sent if the transfer was cut short."""
+    """Number of blocks that have arrived; not all blocks arrive if the transfer was cut short."""
     num_bytes: int
     started_at: float
 
@@ -179,7 +179,8 @@ class Observer:
     def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Called when a request stops in order to move; the replica holds its KV until the target has received it.
 
-        A request stops after its prompt, by `BatchBuilder.hand_off`, or for the last stage of a migration.
+        A request stops when its prompt is computed, when `BatchBuilder.hand_off` is called, or for the last stage of a
+        migration.
         """
 
     def on_transfer(
@@ -211,7 +212,7 @@ class Observer:
     ) -> None:
         """Called when the replicaset scheduler moves a waiting request to another queue.
 
-        `source` or `target` is None if it is the shared queue.
+        None as `source` or `target` stands for the shared queue.
         """
 
     def on_migration_begun(

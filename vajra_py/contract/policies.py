@@ -45,9 +45,10 @@ class KeyMotion(Enum):
     A key is re-read before its request is selected as the next one, so rises need not be reported.
     """
     PREFIX_HITS = "prefix_hits"
-    """Changes only with the request's own progress, its `prefix_hit_tokens`, and at times that `falls_at` returns.
+    """Changes only when the request makes progress, when its `prefix_hit_tokens` changes, and at times that `falls_at`
+    returns.
 
-    Re-read at every step at which one of these has changed; with `GroupsRequests`, also after each admission and
+    Re-read at every step at which one of these has happened; with `GroupsRequests`, also after each admission and
     preemption.
     """
     ARBITRARY = "arbitrary"
@@ -55,8 +56,8 @@ class KeyMotion(Enum):
     VOLATILE = "volatile"
     """May change at any time, even while a step is formed: also re-read after each admission and preemption.
 
-    For keys that `on_admission` or `on_preemption` changes; each re-reading costs as much as for `ARBITRARY`. For
-    counters shared by requests, such as a tenant's share, keys of groups (`GroupsRequests`) cost far less.
+    Needed for keys that `on_admission` or `on_preemption` changes; each re-reading costs as much as for `ARBITRARY`.
+    For counters shared by requests, such as a tenant's share, keys of groups (`GroupsRequests`) cost far less.
     """
 
 
@@ -120,8 +121,9 @@ class CountsKeyChanges(RequestPrioritizer, Protocol):
     def key_epoch(self) -> int:
         """Return a number that changes whenever the key of any waiting request may have changed, for any reason.
 
-        If the number is unchanged, keys are not re-read, except, with `PREFIX_HITS`, those of requests whose prefix
-        hits may have changed. Neither a changed prefix hit nor a request's own progress requires a new number.
+        If the number is unchanged, keys are not re-read. With `PREFIX_HITS` there is one exception: keys of requests
+        whose prefix hits may have changed are re-read. Neither a changed prefix hit nor a request's own progress
+        requires a new number.
         """
 
 
@@ -177,7 +179,7 @@ class ReplicasetScheduler(Protocol):
     """Assigns requests to replicas' queues at arrival, or lets replicas pull them."""
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the id of the replica, one of `replicas` that is up, whose queue the request joins (early binding).
+        """Return the id of the replica whose queue the request joins (early binding): one of `replicas` that is up.
 
         None leaves the request in the shared queue, from which replicas pull (late binding). Called on arrival, and
         again when a request must be placed anew, for example because its replica drains or has failed.
@@ -206,8 +208,9 @@ class PlacesAfterPrompt(Protocol):
     ) -> ReplicaId | None:
         """Return the id of the replica that continues a request after its prompt, or after `BatchBuilder.hand_off`.
 
-        None: the request continues on its present replica; on a prefill replica, it waits there, and the method is
-        called again later. With `hand_off.when_full: hold`, it is also called again while the chosen replica is full.
+        None: the request continues on its present replica, unless that is a prefill replica: there it waits, and the
+        method is called again later. With `hand_off.when_full: hold`, it is also called again while the chosen replica
+        is full.
         """
 
 
@@ -240,8 +243,8 @@ class ReplicaScheduler(Protocol):
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Fill `batch`. If it stays empty, no step runs, and the method is called again after the next event.
 
-        Requests may wait only if an event is still to come, such as the end of a step or `BatchBuilder.idle_until`;
-        otherwise an empty batch is a violation of the contract.
+        Requests may wait only if an event is still to come, such as the end of a step or the time set with
+        `BatchBuilder.idle_until`; otherwise an empty batch is a violation of the contract.
         """
 
 
@@ -273,8 +276,8 @@ class RefusesRequests(Protocol):
         Called before the request is queued, for the scheduler of each replica that could serve it, until a scheduler
         returns None; if none does, the first reason is sent to the client. A preempted request must be able to resume,
         so consider its largest length, `num_prompt_tokens + max_tokens - 1` tokens to compute. The result must not
-        depend on load: requests that could be served later would be refused. Use `BatchBuilder.drop` for requests that
-        already wait.
+        depend on load, since requests that could be served later would otherwise be refused. Use `BatchBuilder.drop`
+        for requests that already wait.
         """
 
 

@@ -203,7 +203,7 @@ class RequestView(Protocol):
         """Program of the request, as far as it is known now; None for a request without one."""
 
     def block_hashes(self) -> Sequence[Hashable]:
-        """Return the hashes of the prompt's full KV blocks, first block first, as in the prefix caches of its replicas.
+        """Return the hashes of the prompt's full KV blocks, first block first, as in its replicaset's prefix caches.
 
         Two requests of a replicaset share their first n blocks if and only if their first n hashes are equal. Empty for
         a prompt that shares nothing, and before the request reaches the admission policy or a queue.

@@ -66,7 +66,7 @@ class RetentionPolicy(Protocol):
     def key(self, block: CachedBlock, now: float) -> Key:
         """Return the block's key at `now`; the lowest is evicted first.
 
-        Ties go to the block that became idle first, and to the end of a chain before its head.
+        Among equal keys, the block that became idle first is evicted first, and the end of a chain before its head.
         """
 
 
@@ -86,7 +86,9 @@ class RetainsInSegments(Protocol):
         """Return the number of the list that a block joins when it becomes a candidate for eviction."""
 
     def next_segment(self, now: float) -> int:
-        """Return the number of the list for the next victim; if it is empty, the lowest non-empty list is used."""
+        """Return the number of the list for the next victim; if that list is empty, the non-empty list with the lowest
+        number is used.
+        """
 
 
 @runtime_checkable

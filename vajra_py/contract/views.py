@@ -10,7 +10,9 @@ from typing import Protocol, TypeAlias, runtime_checkable
 from vajra_py.contract.requests import ReplicaId, RequestView
 
 Key: TypeAlias = float | tuple[float, ...]
-"""Key that a prioritizer returns: a finite number, or a tuple of a constant number of them. Lower is more urgent."""
+"""Key that a prioritizer returns: a finite number, or a tuple of finite numbers whose length is always the same. Lower
+is more urgent.
+"""
 
 PriorityKey: TypeAlias = tuple[Key, float, int]
 """A total order: (the prioritizer's key, arrival, submission index); smaller is more urgent."""
@@ -187,7 +189,7 @@ class ReplicaLoadView(Protocol):
         """Maximum number of requests in one step."""
 
     def prefix_hit_tokens(self, request: RequestView) -> int:
-        """Return the number of leading tokens of the request that its prefix cache holds.
+        """Return the number of leading tokens of the request that the replica's prefix cache holds.
 
         With `kv_event_lag_s`, the number follows from the events that policies have received so far; otherwise it is
         live, even if the other figures of this view are older.
@@ -261,9 +263,8 @@ class PoolView(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Number of requests that wait in its replicas' queues, or in the shared queue if its replicas may pull from
-        it, plus the number of requests whose prompt one of its replicas will compute once a decode replica has blocks
-        for them.
+        """Number of queued requests: those in its replicas' queues, those in the shared queue if its replicas may pull
+        from it, and those whose prompt one of its replicas will compute once a decode replica has blocks for them.
         """
 
     @property
@@ -288,8 +289,8 @@ class ReplicasetView(Protocol):
 
     @property
     def num_queued(self) -> int:
-        """Number of requests that wait in its queues, or, before their prompt is computed, for blocks of a decode
-        replica; deferred requests are not counted.
+        """Number of requests that wait in its queues, plus the number of requests whose prompt will be computed once a
+        decode replica has blocks for them; deferred requests are not counted.
         """
 
     @property

@@ -1,8 +1,9 @@
 """Models of the acceptance of drafts in a simulation.
 
 Each token's random number, or its acceptance in a trace, depends on the seed, the request and the token's position in
-the output, but not on the steps that a policy forms: a token that is hard to predict is hard to predict under every
-policy (common random numbers). With rates by position, the token's place among the drafts of its step matters too.
+the output, but not on the steps that a policy forms. A token that is hard to predict is therefore hard to predict under
+every policy (common random numbers). With rates by position, the token's place among the drafts of its step matters
+too.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class AcceptanceModel(Protocol):
 
 
 class RatesByPosition:
-    """Acceptance model with, for each position of a draft in a step, the probability that the draft is accepted if all
-    earlier drafts of the step are accepted.
+    """Acceptance model with one probability for each position of a draft in its step: the probability that the draft is
+    accepted if all earlier drafts of the step are accepted.
 
     Each output token of a request has one random number, drawn from the request's own stream.
     """
@@ -83,15 +84,15 @@ class RatesByPosition:
 
 
 class AcceptedInTrace:
-    """Acceptance model that repeats a recorded run: of each request, the same tokens are accepted, and none after the
-    end of the request's record.
+    """Acceptance model that repeats a recorded run: for each request, drafts are accepted at the same positions of the
+    output as in the record, and none after its end.
     """
 
     max_tokens: int | None = None
 
     def __init__(self, accepted: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        """Create the model. `accepted`: (number of output tokens before, number of accepted drafts) for each
-        verification, by request id.
+        """Create the model. `accepted`: for each verification, by request id: (number of output tokens before it,
+        number of accepted drafts).
         """
         self._guessed = {name: _guessed(verified) for name, verified in accepted.items()}
 

@@ -60,7 +60,7 @@ def check_step_time(seconds: float) -> None:
 def run_ends_of(now: int, seconds: StepTimes, overhead_ticks: int) -> array[int]:
     """Return the end ticks of consecutive steps that begin at `now`.
 
-    Each step has a fixed overhead and lasts at least one tick.
+    `seconds` holds the steps' durations without the overhead, which is added to each. A step lasts at least one tick.
     """
     if isinstance(seconds, np.ndarray):
         shortest, longest = float(np.minimum.reduce(seconds)), float(np.maximum.reduce(seconds))

@@ -23,11 +23,12 @@ class SimReplica(BackendReplica):
     plan: StepPlan | None = None
     """The step in flight, if the replica has a single pipeline stage."""
     run_ends: array[int] | None = None
-    """End ticks of the remaining steps of a run, the step in flight first; None if that step is a single one. The end
-    of the run is an event.
+    """End ticks of the remaining steps of a run, the step in flight first; None if the step in flight is not part of a
+    run. The end of the run is an event.
     """
     is_apart: bool = False
-    """True if other requests took blocks after the step in flight was formed, so that it needs its own record."""
+    """True if other requests took blocks after the step in flight was formed, so that this step needs its own record.
+    """
     run_limit: int = FIRST_STEPS
     """Maximum number of steps computed at once: increased after a run that was completed, reset after one that was
     interrupted.

@@ -70,7 +70,9 @@ class SimulationOptions(Struct, frozen=True):
     in the next step. The replicas must then be built with `BuilderOptions.holds_ended_slots`.
     """
     times_transfers: bool = True
-    """True if durations of KV transfers and adapter loads are modelled; False: they end by injected inputs."""
+    """True if durations of KV transfers and adapter loads are modelled; False: transfers and loads end by injected
+    inputs.
+    """
     wakes: bool = True
     """True if policies are woken at the times that they set; False: only by injected inputs."""
     isolates_policies: bool = False
@@ -315,7 +317,9 @@ class Simulator(Backend[SimReplica]):
     # Steps
 
     def launch(self, replica: SimReplica, plan: StepPlan) -> int:
-        """See `Backend`: the end of the step is an event; with repetitions, the end of the last one."""
+        """See `Backend`: the end of the step is an event or, if repetitions are launched with it, the end of the last
+        repetition.
+        """
         if replica.num_stages > 1:
             return self._launch_in_stages(replica, plan)
         replica.plan = plan

@@ -1,9 +1,9 @@
 """LoRA adapters of one replica: the contents of its slots, and the requests that use them.
 
 A request runs only while a slot holds its adapter. A load begins when a policy tries to admit a request whose adapter
-is not loaded: into a free slot, else into the slot of an idle adapter (the least recently used one, unless a policy
-chooses another). A loaded adapter stays until the request for which it was loaded is admitted or leaves, so that two
-requests cannot take the slot from each other forever.
+is not loaded. The load takes a free slot or, if there is none, the slot of an idle adapter: of the least recently used
+one, unless a policy chooses another. A loaded adapter stays until the request for which it was loaded is admitted or
+leaves, so that two requests cannot take the slot from each other forever.
 
 Source: vLLM 0.33: `max_loras`, and the skipping of requests whose adapter does not fit a step.
 """

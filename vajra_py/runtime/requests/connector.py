@@ -48,8 +48,8 @@ class KvConnector(Protocol):
         """Return how many tokens (in whole blocks) can be loaded after the cached ones; None: not known yet."""
 
     def begins(self, request: Request, num_local_tokens: int, num_tokens: int) -> None:
-        """Announce that a request is about to get blocks for an asynchronous load of the `num_tokens` tokens after its
-        `num_local_tokens` cached tokens.
+        """Announce that a request is about to get blocks for an asynchronous load. The load covers the `num_tokens`
+        tokens that follow its `num_local_tokens` cached tokens.
         """
 
     def allocated(self, request: Request, num_tokens: int) -> None:
@@ -95,13 +95,13 @@ class ConnectorRules(Struct, frozen=True):
     over.
     """
     reports_with_steps: bool = True
-    """True if the connector reports when steps complete; otherwise at any time."""
+    """True if the connector reports when steps complete; False: it reports at any time."""
     forms_ahead: bool = False
     """True if a step is formed before the preceding step has completed; since the preceding step may still write
     blocks, its requests are not preempted.
     """
     draft_tokens: int = 0
-    """Number of tokens in a decode's step with drafts, for which asynchronous loads leave blocks; 0: no drafts."""
+    """Number of tokens in one step of a decode with drafts; asynchronous loads leave blocks for them. 0: no drafts."""
     draft_tables: int = 1
     """Number of block tables; for each of them, an asynchronous load leaves blocks for `draft_tokens` tokens."""
 
@@ -149,8 +149,8 @@ class ConnectedKv:
         self._is_full = is_full
         self._leaving = leaving
         self._loads: dict[Request, _Load] = {}
-        """Loads in order of their start, whether under way, over or failed, of requests that have not been admitted
-        since.
+        """Loads of requests that have not been admitted since their load began, in order of its start. A load may be
+        under way, over or failed.
         """
         self._matches: dict[Request, tuple[int, Match] | None] = {}
         """(Number of cached tokens, connector's answer) for requests considered in this step; None: no answer yet."""
@@ -203,7 +203,7 @@ class ConnectedKv:
                 yield own
 
     def _fits(self, request: Request) -> bool:
-        """Return True unless a request lacks a slot for its adapter; the connector is not queried for such a request."""
+        """Return True unless a request lacks a slot for its adapter; if it does, the connector is not queried."""
         adapters = self._running_set.adapters
         return adapters is None or adapters.fits(request)
 
@@ -270,8 +270,8 @@ class ConnectedKv:
 
     def blocks_needed(self, request: Request, num_tokens: int, *, in_steps: bool) -> int:
         """Return the number of free blocks that admission needs: the blocks that the request takes (with `in_steps`,
-        its maximum at any one time) or, if this is more, the blocks of its asynchronous load plus those reserved for
-        prompts in progress.
+        the most that it holds at one time) or, if this is more, the blocks of its asynchronous load plus those reserved
+        for prompts in progress.
         """
         memory = self._running_set.memory
         count = memory.blocks_needed_in_steps if in_steps else memory.blocks_needed
@@ -285,7 +285,7 @@ class ConnectedKv:
     def _blocks_of_load(self, request: Request, num_tokens: int) -> int:
         """Return the number of free blocks that an asynchronous load needs to begin, including reserved blocks.
 
-        If nothing else is in progress, returns at most the total number of blocks, or the load could wait forever.
+        If nothing else is in progress, returns at most the number of all blocks; else the load might wait forever.
         """
         running_set = self._running_set
         num_blocks = running_set.memory.blocks_needed(request, num_tokens)
@@ -295,9 +295,9 @@ class ConnectedKv:
         return max(num_blocks, min(num_wanted, running_set.memory.num_blocks))
 
     def _num_reserved(self) -> int:
-        """Return the number of blocks to keep free for prompts in progress: blocks for the known tokens and the first
-        decode step with drafts of requests whose KV is being loaded or whose prompts are only partly computed, plus the
-        blocks for drafts of the request whose load is about to begin.
+        """Return the number of blocks to keep free for prompts in progress. Requests whose KV is being loaded, or whose
+        prompts are partly computed, need them for their known tokens and their first decode step with drafts. Blocks
+        for drafts of the request whose load is about to begin are added.
         """
         memory, ahead = self._running_set.memory, self.rules.draft_tokens
         partial = (one for one in self._running_set.partial if one not in self._whole)
@@ -310,8 +310,8 @@ class ConnectedKv:
         return num_blocks
 
     def begin_load(self, request: Request, now: float) -> bool | None:
-        """Begin an asynchronous load of a request's KV, or bind the request if the connector's answer is unknown yet,
-        and return True. Return None if there is nothing to load asynchronously, False if blocks are lacking.
+        """Begin an asynchronous load of a request's KV, or only bind the request if the connector's answer is unknown
+        yet; return True. Return None if there is nothing to load asynchronously, False if blocks are lacking.
         """
         found = self._match(request)
         if found is None:
@@ -355,8 +355,8 @@ class ConnectedKv:
         return KvReport(received, sent, failed, frozenset(news.bad_blocks), news.num_returned)
 
     def num_tokens_of(self, request: Request) -> int | None:
-        """Return the number of leading tokens whose KV a request's load covers, or an ended request keeps; None for any
-        other request.
+        """Return the number of leading tokens whose KV a request's present load covers or, for an ended request that
+        keeps its blocks, the number of leading tokens whose KV these hold; None for any other request.
         """
         kept = self._kept.get(request)
         if kept is not None:
@@ -399,8 +399,8 @@ class ConnectedKv:
         )
 
     def take_report(self, report: KvReport) -> None:
-        """Record the loads that are over and the steps that have completed, and free the blocks of ended requests that
-        the connector no longer needs.
+        """Record the loads that are over and the steps that have completed, and free those blocks of ended requests
+        that the connector no longer needs.
         """
         for _ in range(min(report.num_returned, len(self._ahead))):
             self._ahead.popleft()
@@ -456,7 +456,7 @@ class ConnectedKv:
 
     def _cut(self, computed: Mapping[Request, int], bad_blocks: Collection[int]) -> dict[Request, int]:
         """Return the number of valid tokens of each request that holds a bad block, given each request's number of
-        computed tokens. A bad block that an earlier one of these requests holds too counts as valid.
+        computed tokens. A bad block that several of these requests hold counts as bad only for the first of them.
         """
         memory = self._running_set.memory
         marked: set[int] = set()

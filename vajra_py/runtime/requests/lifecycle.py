@@ -25,8 +25,8 @@ PinSeconds: TypeAlias = Callable[[Request, float], float]
 MOVED = "moved"
 """Kind of the first chunk of a request that arrived on its replica with its KV."""
 _KINDS = {RequestState.WAITING: "admitted", RequestState.ARRIVED: MOVED}
-"""Kind of a request's first chunk after its admission, by the request's state before. For other states, the kind is
-"resumed", or "admitted" if KV was loaded before the first admission.
+"""Kind of a request's first chunk after its admission, by the request's state before the admission. For other states,
+the kind is "resumed", or "admitted" if KV was loaded before the first admission.
 """
 
 
@@ -147,7 +147,7 @@ class Lifecycle:
 
     def give_up_kv(self, request: Request, now: float) -> None:
         """Free the KV with which a waiting request arrived, or that was loaded for it, so that other requests can run;
-        this replica will recompute it.
+        this replica will recompute that KV.
         """
         running_set = self._running_set
         if running_set.memory.tiers is not None:
@@ -425,7 +425,7 @@ class Lifecycle:
         request.preempted_index = 0
 
     def end_waiting(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
-        """End a request of this replica's own queue that was not (re-)admitted."""
+        """End a request that waits in this replica's own queue."""
         running_set = self._running_set
         running_set.queue.remove(request)
         if request.state is RequestState.SWAPPED:

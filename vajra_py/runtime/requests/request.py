@@ -158,10 +158,11 @@ class CountedTokens(NamedTuple):
 
 
 class SharedSteps:
-    """Steps of decodes with drafts that decode together in every step, kept once for all of these requests.
+    """Steps of a group of requests that decode with drafts, all in the same steps; each step is stored once for the
+    group.
 
     Attributes:
-        requests: these requests; empty once no further step can be added.
+        requests: the group; empty once no further step can be added.
         steps: for each step, the fields of `CountedTokens`; the numbers of drafts are columns with one entry per
             request.
     """
@@ -406,7 +407,7 @@ class Request(_Stated):
 
     @property
     def is_prefill_complete(self) -> bool:
-        """True if every known token except the newest is computed."""
+        """True if the request has generated a token, and at most its newest known token is not computed."""
         return self._pool is not None or (self._output > 0 and self.num_remaining_tokens <= 1)
 
     @property
@@ -453,7 +454,7 @@ class Request(_Stated):
         return () if self.hashes is None else self.hashes.shared_prompt_hashes(self.num_prompt_tokens)
 
     def set_computed(self, num_tokens: int) -> None:
-        """Set the computed counter; only outside a decode pool."""
+        """Set the number of computed tokens; allowed only outside a decode pool."""
         assert self._pool is None
         self._computed = num_tokens
 

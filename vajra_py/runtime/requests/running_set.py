@@ -1,8 +1,8 @@
 """Requests that hold memory on a replica, in the orders that policies need.
 
-A resident request is in exactly one of: the decode pool, the skipped decodes (left out of the last step, or advancing
-individually because of drafts), the partial prefills, or in flight (part of a step that has not completed, under
-pipeline parallelism).
+A resident request is in exactly one of four sets: the decode pool, the skipped decodes (left out of the last step, or
+advancing individually because of drafts), the partial prefills, or the requests in flight (part of a step that has not
+completed, under pipeline parallelism).
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class RunningSet:
         self.skipped[request] = None
 
     def decode_alone(self, request: Request, num_steps_to_end: int) -> None:
-        """Make a request whose prompt is done decode individually, outside the pool."""
+        """Let a request, whose prompt is computed, decode individually, outside the pool."""
         del self.partial[request]
         request.end_epoch = num_steps_to_end
         request.is_skipped = True

@@ -1,1 +1,1 @@
-"""Driving of replicas: the order of events, whatever executes the steps."""
+"""Driving of replicas: events are handled in the same order for every backend that executes the steps."""

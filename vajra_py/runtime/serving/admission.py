@@ -185,8 +185,8 @@ class AdmissionGate:
         return list(self._timeless)
 
     def holds_rest(self, request: Request) -> bool:
-        """Return True if a request is deferred with `Defer.until` None, and the requests of its replicaset that follow
-        it in `timeless` wait as long as it does.
+        """Return True if a request is deferred with `Defer.until` None and `Defer.holds_rest`: the requests of its
+        replicaset that follow it in `timeless` then wait until it is no longer deferred.
         """
         deferral = self._deferred.get(request)
         return deferral is not None and deferral.until is None and deferral.holds_rest

@@ -70,13 +70,15 @@ class AlarmClock(Struct, eq=False):
     _push: Callable[[Alarm], None] | None = None
 
     def connect(self, push: Callable[[Alarm], None]) -> None:
-        """Pass each wake-up, including those set before, to `push`; the driver calls `rang` when its time has come."""
+        """Pass each wake-up, including those set before, to `push`; the driver calls `rang` when the time of a wake-up
+        has come.
+        """
         self._push = push
         for alarm in self._pending.values():
             push(alarm)
 
     def set(self, sleeper: Sleeper, key: str | None, tick: int) -> None:
-        """Set the policy's wake-up with this key to a tick; if there is one with this key, it is replaced."""
+        """Set the policy's wake-up with this key to a tick; an earlier wake-up with this key is replaced."""
         old = self._pending.get((sleeper, key))
         if old is not None:
             if old.tick == tick:

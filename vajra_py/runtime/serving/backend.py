@@ -27,8 +27,8 @@ class BackendReplica:
 
     replica: Replica
     rank: int = field(default=0, kw_only=True)
-    """Position of the replica among all replicas of the run, by which its events are ordered within a tick; replicasets
-    are in the order of the settings, replicas in order of id.
+    """Position of the replica among all replicas of the run, by which its events are ordered within a tick. The
+    replicas of a run are ordered by replicaset, as in the settings, and then by id.
     """
     free_at: int = field(default=0, kw_only=True)
     """Tick from which the replica can take another step; `NEVER`: only after the step in flight has ended, or not at
@@ -98,8 +98,8 @@ class Backend(Protocol[S]):
         """
 
     def cancel(self, replica: S) -> int:
-        """Cancel the replica's steps; return the tick from which the replica is free, `NEVER` if the backend will
-        report that later by `Driver.freed`.
+        """Cancel the replica's steps; return the tick from which the replica is free. `NEVER`: the backend will call
+        `Driver.freed` when it is free.
         """
 
     # Handlers of events whose payload the backend defines
@@ -170,8 +170,8 @@ class FastForward(Protocol[S]):
         """Apply every ended step of a replicaset; steps in flight continue."""
 
     def sync_before(self, replica: S) -> None:
-        """Apply every step of the replicaset's other replicas that ended before this replica's step, which ends now;
-        simultaneous ends are ordered by rank.
+        """Apply those steps of the replicaset's other replicas that ended before the step of this replica, which ends
+        now; simultaneous ends are ordered by rank.
         """
 
     def on_queued(self, replica: S) -> None:
@@ -190,7 +190,7 @@ class FastForward(Protocol[S]):
         """Apply a replica's ended steps; the run of steps continues. `up_to_now`: see `interrupt`."""
 
     def shorten(self, replica: S) -> None:
-        """Blocks were taken after `catch_up`: end the run with the last step that is still certain to repeat."""
+        """End the run with the last step that is still certain to repeat: blocks were taken after `catch_up`."""
 
     def interrupt_all(self, replicaset: str) -> None:
         """Call `interrupt` for every replica of a replicaset."""

@@ -105,17 +105,17 @@ class Services(Struct, frozen=True):
     models: Mapping[str, ReplicasetModel] = field(default_factory=dict)
     """Models by replicaset, if they differ; they replace `latency` and `facts`."""
     pools: Mapping[str, ReplicasetModel] = field(default_factory=dict)
-    """Models by pool of one replicaset, if they differ."""
+    """Models of one replicaset by pool, if its pools have different devices."""
     served_models: Mapping[str, object] | None = None
-    """Model of each replicaset, if a request of one model cannot be served by another; None: any replicaset may serve
-    any request.
+    """Model of each replicaset, if a request for one model cannot be served by another model; None: any replicaset may
+    serve any request.
     """
     diary: PolicyDiary = field(default_factory=PolicyDiary)
     """Figures that the policies emit, and the names of policies that read unknown output lengths."""
     alarms: AlarmClock = field(default_factory=AlarmClock)
     """Wake-ups that the policies set."""
     draft_times_s: tuple[float, float] = (0.0, 0.0)
-    """Times in seconds that drafting adds to a step with drafts: (for the step, for each draft in it)."""
+    """Times in seconds that drafting adds to a step with drafts: (once for the step, for each of its drafts)."""
     make_memory: Callable[[ReplicaConfig, ReplicaLimits, Retention | None], KvMemory] | None = None
     """Function that builds the KV memory of a replica; None: `build_memory`."""
     make_replica: Callable[[ReplicaParts], Replica] = Replica
@@ -266,7 +266,7 @@ def build_memory(
     """Build an empty KV memory of these sizes; `retention` orders its idle content (None: as in the settings), `tiers`
     are the memory tiers below it.
 
-    `kind`: class of a memory without KV parallelism.
+    `kind`: class of the memory if the replica has no KV parallelism.
     """
     cache = settings.memory.prefix_cache
     options = PrefixCacheOptions(
@@ -307,7 +307,7 @@ class ReplicaPlan(Struct, frozen=True):
     limits: ReplicaLimits
     latency: LatencyModel
     scheduler: PolicyChoice
-    """Policy choice of the replica scheduler."""
+    """Choice of the policy that is the replica scheduler."""
     pool: str = DEFAULT_POOL
     role: PoolRole = PoolRole.MIXED
     retention: PolicyChoice | None = None
@@ -449,8 +449,8 @@ def _let_requests_move(
 def _build_scaling(
     replicaset: str, settings: ReplicasetConfig, context: PolicyContext, seeds: SeedTree, services: Services
 ) -> ReplicasetScaling | None:
-    """Return the scaler of a replicaset with the bounds of its pools; None if the settings name none. Raises the errors
-    of building a scaler.
+    """Return the scaler of a replicaset with the bounds of its pools; None if the settings name no scaler. Raises the
+    errors of building a scaler.
     """
     choice = settings.scheduling.scaling
     if choice is None:
@@ -472,8 +472,8 @@ def _build_scaling(
 def _build_retention(
     replicaset: str, plan: ReplicaPlan, context: PolicyContext, seeds: SeedTree, services: Services
 ) -> Retention | None:
-    """Return the retention policy of one replica; None if the settings name none. Raises `ConfigError`, and the errors
-    of building a policy.
+    """Return the retention policy of one replica; None if the settings name no such policy. Raises `ConfigError`, and
+    the errors of building a policy.
     """
     choice = plan.retention
     if choice is None:
@@ -580,7 +580,7 @@ def _build_memory(plan: ReplicaPlan, retention: Retention | None, services: Serv
 
 
 def adapters_of(replica_id: int, settings: AdaptersConfig | None) -> Adapters | None:
-    """Return the adapters of one replica, with nothing loaded; None if it has none."""
+    """Return the adapters of one replica, none of them loaded; None if the replica has no adapters."""
     if settings is None:
         return None
     if settings.models is None:
@@ -595,8 +595,8 @@ def adapters_of(replica_id: int, settings: AdaptersConfig | None) -> Adapters | 
 
 
 def largest_limits(limits: Sequence[ReplicaLimits]) -> ReplicaLimits:
-    """Return the largest value of each limit over all replicas (None, no limit, if a replica has none), for policies
-    that serve all of them.
+    """Return the limits for policies that serve all replicas: the largest value of each limit, or None (no limit) if a
+    replica has no such limit.
     """
 
     def largest(values: Iterable[int | None]) -> int | None:

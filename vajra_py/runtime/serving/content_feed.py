@@ -22,7 +22,7 @@ class ContentFeed:
 
     def __init__(self, replicas: Sequence[Replica], lag_s: float) -> None:
         self.lag_s = lag_s
-        """Age in seconds at which an event is delivered."""
+        """Minimum age in seconds at which an event is delivered."""
         self._replicas = replicas
         self._record: deque[ContentEvent] = deque()
         self._known: list[set[Hashable]] = [set() for _ in replicas] if lag_s > 0 else []
@@ -30,7 +30,7 @@ class ContentFeed:
         self._listeners = Listeners()
         self._is_bound = False
         self._expiring = [one.memory for one in replicas if one.memory.expires_content]
-        """Memories whose content may expire, which is checked before events are delivered."""
+        """Memories whose content may expire; expiry is checked before events are delivered."""
         self._events = [ContentEvents(one.replica_id, one.memory.now, self._record) for one in replicas]
 
     def bind(self, listeners: Listeners) -> None:

@@ -84,12 +84,12 @@ class Controller:
 
     @property
     def num_alive(self) -> int:
-        """Number of requests that have not ended, including deferred ones."""
+        """Number of requests, deferred ones included, that have not ended or whose end is not settled (`settle`)."""
         return len(self._alive)
 
     def alive(self) -> Sequence[Request]:
-        """Return the requests that have not ended, including deferred ones, in order of submission; requests that
-        have ended and are not settled yet are left out.
+        """Return the requests that have not ended, including deferred ones, in order of submission. Unlike in
+        `num_alive`, requests whose end is not settled yet are left out.
         """
         entries = list(self._alive.values())  # copy in one operation: other threads may call this method
         return [request for request, _ in entries if request.state is not RequestState.ENDED]
@@ -462,7 +462,7 @@ class Controller:
         return gate.violation(f"defers {remain} although nothing else will happen", gate.timeless()[0])
 
     def _is_let_in(self, request: Request) -> bool:
-        """Return True if a request is not deferred, and the backend allows its replica to run it (`Gate`)."""
+        """Return False if a request is deferred, or if the backend does not allow its replica to run it (`Gate`)."""
         if request.state is RequestState.DEFERRED:
             return False
         replica = self.replica_of(request)

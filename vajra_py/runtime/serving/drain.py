@@ -1,5 +1,5 @@
-"""Drain replicas by migration: as far as other replicas have room, running requests move there while they continue to
-compute.
+"""Drain replicas by migration: running requests move to other replicas that have room, and continue to compute
+meanwhile.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Drains(Generic[R]):
         """True if a request that could not move at the last check may be able to move now."""
 
     def begin(self, one: R) -> None:
-        """Begin to move the requests of a draining replica away. Raises `PolicyError`."""
+        """Begin to move the running requests of a draining replica away, unless it only computes prompts. Raises
+        `PolicyError`.
+        """
         if one.replica.parts.role is not PoolRole.PREFILL:
             self.draining[one.replica.replica_id] = one
             one.replica.drains_by_migration = True

@@ -524,7 +524,7 @@ class Driver(Generic[R]):
         self.wake(one, at_once=True)
 
     def count_repeats(self, num_steps: int) -> None:
-        """Count ended steps that a backend launched together with another one."""
+        """Count ended steps that a backend launched together with another step."""
         self.num_steps += num_steps
 
     def end_run_at(self, one: R, tick: int) -> None:

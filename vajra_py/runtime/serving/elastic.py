@@ -1,6 +1,7 @@
 """Start and stop replicas according to the targets of their replicasets' scalers.
 
-A change of a replica's state is an input of the run: a scaler decides it or, in a replay, the recording contains it.
+A change of a replica's state is an input of the run: it is decided by a scaler or, in a replay, read from the
+recording.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Elasticity(Generic[R]):
             self.ask_soon(name)
 
     def may_happen(self, what: Failure | Restart) -> bool:
-        """Return True if a failure or restart is to be handled; always so without a scaler.
+        """Return True if a failure or restart is to be handled; without a scaler, always return True.
 
         With a scaler, return False if the failed replica is down or lost already, or if the replica to restart is not
         lost; else schedule a call of the scaler, and return True.

@@ -1,5 +1,4 @@
-"""Eligible replicas, which are the replicas of a replicaset that can run a request, and the bounds on requests over all
-replicas.
+"""Replicas of a replicaset that can run a request (its eligible replicas), and bounds on requests over all replicas.
 
 Replicas may differ in limits, latency model and replica scheduler. If all are equal, only one is checked; if they
 differ, the replicaset's policies see only the eligible ones.

@@ -36,7 +36,7 @@ other.
 
 
 class Stage(Enum):
-    """Stages of a hand-off, which may skip some of them and return to an earlier one."""
+    """Stages of a hand-off. A hand-off may skip stages, and may return to an earlier one."""
 
     HELD_BACK = "held back"
     """The prompt is not computed before a target has been found and has reserved blocks."""
@@ -121,7 +121,8 @@ class HandOffs(Generic[R]):
         self._unplaced: dict[Request, HandOff[R]] = {}
         """Hand-offs that wait for a target; the one that has waited longest is first."""
         self._lines: dict[int, deque[HandOff[R]]] = {}
-        """Hand-offs that wait for blocks of a target, by target, in the order in which they will get blocks."""
+        """Hand-offs that wait for blocks of a target, by the target's id, in the order in which they will get blocks.
+        """
         self._asked_while_busy: set[int] = set()
         """Ids of targets that were busy when blocks were to be reserved; their waiting hand-offs are continued when
         their step ends.
@@ -137,7 +138,9 @@ class HandOffs(Generic[R]):
             if self.overlap is not None:
                 replica.lifecycle.on_memory_taken = self.overlap.preempted
         self._num_retries = 0
-        """Number of checks of full targets since blocks were last reserved or a replica computed."""
+        """Number of consecutive checks of full targets during which no blocks were reserved, no replica computed and no
+        deadlock was resolved.
+        """
 
     # Stages of a hand-off
 
@@ -208,8 +211,8 @@ class HandOffs(Generic[R]):
             self._reserve(target)
 
     def _join_line(self, one: HandOff[R], target: R) -> None:
-        """Queue a request for blocks of its target: a request with a computed prompt, which holds blocks at its source,
-        comes before requests whose prompts are not computed, which hold none.
+        """Queue a request for blocks of its target. A request whose prompt is computed comes before all requests whose
+        prompts are not, because it holds blocks at its source.
         """
         line = self._lines.get(target.replica.replica_id)
         if line is None:

@@ -53,7 +53,7 @@ class LiveLoad:
 
     @property
     def num_running(self) -> int:
-        """Number of requests that hold KV blocks."""
+        """Number of running requests; waiting requests that hold KV blocks are not counted."""
         return self.replica.running_set.num_running
 
     @property
@@ -63,7 +63,7 @@ class LiveLoad:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of tokens left to prefill, of waiting and running requests."""
+        """Number of tokens left to prefill, summed over waiting and running requests."""
         return self.replica.num_pending_tokens
 
     @property
@@ -264,7 +264,7 @@ class ReplicaViews:
         return cast(Sequence[ReplicaLoadView], self._live)
 
     def seen(self, loads: LiveLoads, now: float) -> Sequence[ReplicaLoadView]:
-        """Return the views that policies get of these loads: the live loads themselves, or their snapshots."""
+        """Return the views of these loads that policies get: the live loads themselves, or their snapshots."""
         if self.interval_s > 0:
             views = self.all(now)
             return [views[one.replica_id] for one in loads]

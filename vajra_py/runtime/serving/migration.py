@@ -47,7 +47,7 @@ class Migration(Struct, Generic[R], eq=False):
 
     @property
     def is_current(self) -> bool:
-        """True if the request still runs at the source under the same admission."""
+        """True if the request still runs at the source and was not admitted again meanwhile."""
         return self.request.state is RequestState.RUNNING and self.request.admitted_index == self.admitted_index
 
 
@@ -71,8 +71,8 @@ class Migrations(Generic[R]):
         self._num_at: Counter[int] = Counter()
         """Number of migrations in which each replica takes part, as source or target."""
         self.on_slot_free: Callable[[], None] | None = None
-        """Callback for when a migration begins its last stage or is cancelled: its replicas may then take part in other
-        migrations.
+        """Callback, called when a migration begins its last stage or is cancelled, so that source and target may take
+        part in other migrations.
         """
 
     # Moves

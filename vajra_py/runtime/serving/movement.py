@@ -119,7 +119,9 @@ class Movement(Generic[R]):
                 self._migrations.move(move)
 
     def woken(self) -> None:
-        """Find targets for requests without one and execute the scheduler's moves, because the scheduler was woken."""
+        """Find targets for requests without a target, and execute the scheduler's moves, because the scheduler was
+        woken.
+        """
         self.hand_offs.place_again()
         self.make_moves()
 

@@ -88,8 +88,8 @@ class Policies:
         *,
         is_split: bool = False,
     ) -> None:
-        """Build the policies. `choices`: choice of prioritizer and replicaset scheduler; `scheduler_choices`: choice of
-        each replica's scheduler.
+        """Build the policies. `choices`: the choices for the prioritizer and the replicaset scheduler;
+        `scheduler_choices`: the choice for each replica's scheduler.
         """
         self._num_replicas = len(scheduler_choices)
         self._is_split = is_split

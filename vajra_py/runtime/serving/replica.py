@@ -196,18 +196,18 @@ class Replica:
         self.newly_held: list[Request] = []
         """Requests that entered the state HELD since `take_newly_held` was last called."""
         self.drains_by_migration = False
-        """True while the replica's running requests are moved away; a step that admits one is then not repeated."""
+        """True while the replica's running requests are moved away; a step with an admission is then not repeated."""
         self.expects_kv = False
-        """True if requests wait to move to this replica, one after each step."""
+        """True if requests wait for blocks of this replica; one of them gets blocks after each step."""
         self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
         self._inherited: list[Request] = []
-        """Running requests that an earlier policy admitted, in this order; the present policy might never run them."""
+        """Running requests of an earlier policy, in order of admission; the present policy might never run them."""
         self.bind_policy(parts)
 
     def bind_policy(self, parts: ReplicaParts) -> None:
-        """Replace policy, listeners or queue; the caller has moved the requests that still wait to a new queue."""
+        """Replace policy, listeners or queue; the caller has already put the waiting requests into a new queue."""
         if parts.policy is not self.parts.policy:
             self._inherited = [*self.running_set.running(), *self.running_set.in_flight]
         self.parts = parts
@@ -401,7 +401,7 @@ class Replica:
     @property
     def lacks_blocks_to_run(self) -> bool:
         """True if no step could be formed at the policy's last call, and a running request was refused for lack of KV
-        blocks.
+        blocks. False if the policy is idle on purpose or the backend accepts no steps.
         """
         builder = self.builder
         if self.num_in_flight or not self.forms_steps or builder.idle_at is not None:
@@ -413,7 +413,7 @@ class Replica:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of tokens left to prefill, of waiting and running requests."""
+        """Number of tokens left to prefill, summed over waiting and running requests."""
         # `in_flight` may also contain decodes, which have no token left to compute.
         prefills = chain(self.running_set.partial, self.running_set.in_flight)
         return self.queue.num_tokens + sum(one.num_remaining_tokens for one in prefills)
@@ -457,8 +457,8 @@ class Replica:
         raise stuck.at(self.replica_id, self.num_steps)
 
     def _form_after_held_slots(self, now: int) -> StepPlan | None:
-        """Free the slots that ended requests still hold, which may be why no step was formed, and call the policy
-        again.
+        """Free the slots that ended requests still hold, and call the policy again: too few free slots may be the
+        reason why no step was formed.
         """
         self._see_ends()
         return self.form_step(now)
@@ -482,8 +482,8 @@ class Replica:
         return self.builder.idle_at is not None or (adapters is not None and adapters.is_loading())
 
     def _give_way(self, now: int) -> bool:
-        """Preempt the last admitted of the running requests that an earlier policy admitted, because the present policy
-        runs nothing; return False if there is none, or a step is in flight.
+        """Preempt a running request that an earlier policy admitted, the latest one first, because the present policy
+        runs nothing; return False if there is no such request, or a step is in flight.
         """
         while self._inherited and not self.num_in_flight:
             request = self._inherited.pop()
@@ -556,7 +556,7 @@ class Replica:
         return plan
 
     def _let_join(self, plan: StepPlan) -> None:
-        """Add requests that arrived with their KV to the decode pool, if this plan computes their last known token."""
+        """Let requests that arrived with their KV join the decode pool if this plan computes their last known token."""
         pool = self.running_set.pool
         if plan.num_pool_decodes < len(pool) or plan.notes or self.parts.listeners.step_runs:
             return  # the step leaves out decodes, or must be reported separately from the steps after it
@@ -604,8 +604,8 @@ class Replica:
     # Repeated decode steps
 
     def num_repeats(self, plan: StepPlan) -> int:
-        """Return `Repeats.num_alike`, but 0 if an observer gets every step, or if, after this step, a request may move
-        to or from this replica or a connector report may arrive.
+        """Return `Repeats.num_alike`, but 0 if an observer gets every step. Also return 0 if a request may move to or
+        from this replica after this step, or if a connector report may arrive.
         """
         # A request handed off while this step was formed may have to stay; the next step then has one more decode.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
@@ -847,7 +847,7 @@ class Replica:
         return ended
 
     def _withdraw_kept(self, connected: ConnectedKv, bad_blocks: frozenset[int]) -> None:
-        """Remove from the prefix cache the blocks of ended requests that used a block whose load failed."""
+        """Remove from the prefix cache all blocks of each ended request that keeps a block whose load failed."""
         for request in connected.kept:
             if not bad_blocks.isdisjoint(self.memory.block_table(request)):
                 self.memory.withdraw_blocks(request, 0)
@@ -926,7 +926,7 @@ class Replica:
         return done
 
     def _begin_decode(self, request: Request, num_left: int) -> None:
-        """Make a request whose prompt is computed a decode with `num_left` tokens to generate."""
+        """Turn a request, whose prompt is computed, into a decode with `num_left` tokens to generate."""
         if self._has_drafts:
             self.running_set.decode_alone(request, num_left)
         else:
@@ -999,8 +999,8 @@ class Replica:
         return kind != MOVED and request.stays_at != self.replica_id and request not in self._to_abort
 
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
-        """Move a request whose prompt is computed to the state HELD, to be handed off; if its first token is its last,
-        add it to `done` instead.
+        """Set the state of a request, whose prompt is computed, to HELD, so that it is handed off; if its first token
+        is its last, add it to `done` instead.
         """
         if self.gives_first_token:
             num_outputs = request.add_output(now)

@@ -151,7 +151,7 @@ class Replicaset:
         rules.
         """
         self.held_back: dict[Request, None] = {}
-        """Requests that are bound to a prefill replica, but wait for blocks of a decode replica before they are queued,
+        """Requests that are bound to a prefill replica, but are queued only when a decode replica has blocks for them;
         in order of binding.
         """
         self.newly_held_back: list[Request] = []
@@ -234,7 +234,7 @@ class Replicaset:
         return role is PoolRole.PREFILL or (self.places_itself and role is not PoolRole.DECODE)
 
     def on_schedulers_bound(self) -> None:
-        """Update, after replica schedulers were bound, which checks arriving requests need."""
+        """Determine again which checks arriving requests need, because replica schedulers were bound."""
         self.may_refuse = any(isinstance(one.parts.policy, RefusesRequests) for one in self.replicas)
         self._differs = (
             not self.bounds.are_equal or self.bounds.is_split or (self.may_refuse and not self._are_schedulers_alike())
@@ -447,13 +447,15 @@ class Replicaset:
         return cast(ReplicaLoadView, LoadOnDemand(self._live[replica_id], self.sync))
 
     def live_loads(self) -> Sequence[ReplicaLoadView]:
-        """Return the loads of the replicas with live figures, by id, after applying every ended step."""
+        """Apply every ended step; return the replicas' loads with live figures, by id."""
         self.sync()
         return cast(Sequence[ReplicaLoadView], self._live)
 
     @property
     def num_queued(self) -> int:
-        """Number of waiting requests, in the shared queue, held back, and in the replicas' own queues."""
+        """Number of waiting requests: those in the shared queue, those in the replicas' own queues, and those held
+        back.
+        """
         return len(self.shared) + len(self.held_back) + sum(len(replica.queue) for replica in self.replicas)
 
     @property

@@ -87,7 +87,7 @@ class TierMoves(Generic[R]):
     def __init__(
         self, replicaset: Replicaset, rules: TierMovesRules, driver: DriverServices[R], *, is_timed: bool = True
     ) -> None:
-        """`is_timed`: True if links are modelled; False if the backend copies between device and one tier."""
+        """`is_timed`: True if links are modelled; False if the backend copies between the device and one tier."""
         self.replicaset = replicaset.name
         self._replicaset = replicaset
         self._rules = rules

@@ -151,7 +151,7 @@ class Builder(PlanDraft):
         self._most_advance = running_set.memory.block_size if self._recycles or rules is None else rules.max_tokens + 2
         """Upper bound on the tokens by which a decode with drafts advances from one of its steps to the next. A decode
         with at least this many tokens in its last block has all earlier blocks cached already. If blocks are recycled,
-        it is the block size, so every decode is treated as if it had filled a block.
+        the bound is the block size, so every decode is treated as if it had filled a block.
         """
         self._executor: Executor | None = None
         """Source of drafts; None: decodes have none."""
@@ -159,7 +159,9 @@ class Builder(PlanDraft):
         """Number of drafts that the policy set for each decode in this step."""
 
     def use_drafts(self, executor: Executor) -> None:
-        """From now on, add drafts of the executor to decodes, by the rules in the options."""
+        """From now on, add drafts to decodes; the executor proposes the drafts, and the options hold the rules for
+        them.
+        """
         self._executor = executor
 
     def bind_policy(self, name: str) -> None:
@@ -455,8 +457,8 @@ class Builder(PlanDraft):
         return kept, held
 
     def _num_drafts(self, request: Request, known: int, tokens_left: int) -> int:
-        """Return the number of drafts that a decode gets after its first `known` tokens, within its limits and
-        `tokens_left`.
+        """Return the number of drafts that a decode gets after its first `known` tokens, within its limits. The drafts
+        and the decode's own token together take at most `tokens_left` tokens.
         """
         rules, executor, asked = self._draft_rules, self._executor, self._asked_drafts
         assert rules is not None

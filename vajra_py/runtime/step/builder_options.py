@@ -59,16 +59,14 @@ class BuilderOptions(Struct, kw_only=True):
     keep_notes: bool = False
     """True if policies' notes are kept; set by the replica according to its observers."""
     reserves_growth: bool = False
-    """True if blocks for decodes that grow together are first only reserved; for backends that do not read block tables
-    in each step.
+    """True if blocks for decodes that grow together are at first only reserved, which is possible if the backend does
+    not read block tables in each step.
     """
     holds_ended_slots: bool = False
     """True if an ended request keeps its slot and blocks for one more step, because that step is scheduled before the
     end is known.
     """
     busy_group_tokens: int = 500
-    """Number of query tokens of a KV-parallel group in a step; a group that has reached this number takes no new
-    request.
-    """
+    """Number of query tokens in a step from which on a KV-parallel group takes no new request."""
     drafts: DraftRules | None = None
     """Rules of drafts; None: decodes have no drafts."""

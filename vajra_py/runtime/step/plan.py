@@ -122,7 +122,7 @@ class StepPlan(Struct, eq=False):
     formed_at: int
     """Tick at which the step was formed."""
     features: BatchFeatures
-    """Features of the batch; of its slowest group under KV parallelism."""
+    """Features of the batch; with KV parallelism, those of its slowest group."""
     chunks: Sequence[PlannedChunk]
     """Prefill chunks, and decodes that are not counted in `num_pool_decodes`."""
     pool: DecodePool | None
