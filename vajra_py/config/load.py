@@ -91,7 +91,7 @@ def load_either(path: str | Path, overrides: Iterable[str] = (), registry: Regis
 def system_from_mapping(
     mapping: Mapping[str, Any], overrides: Iterable[str] = (), registry: Registry | None = None
 ) -> SystemConfig:
-    """Load the system of a mapping with the keys of a file.
+    """Load a system from a mapping that has the same keys as a configuration file.
 
     Raises like `load_system`; errors give the path of a setting in place of file and line.
     """

@@ -427,7 +427,7 @@ class SystemConfig(Section):
 
     @property
     def replica_settings(self) -> list[ReplicaConfig]:
-        """Sizes of the replicas of each pool of each replicaset."""
+        """Replica settings of every pool, over all replicasets."""
         return [pool.replica for one in self.effective_replicasets.values() for pool in one.effective_pools.values()]
 
     @property

@@ -183,8 +183,8 @@ class Exchange:
             self.routed.kv_params = None  # without KV, the decode server also computes the prompt
             session.answer(self.routed, 1, PROMPT, f"server {place}: {fault}")
             if fault.is_down:
-                # `lose` places requests again that have not left this server yet, even if it has computed their
-                # prompts. So these requests are sent on to their decode servers first.
+                # `lose` would also place requests again whose prompts this server has computed. So the requests with
+                # computed prompts are first sent on to their decode servers.
                 session.hand_on()
                 session.lose(place, str(fault))
             return

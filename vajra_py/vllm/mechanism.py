@@ -381,8 +381,8 @@ class Mechanism(Backend[_VllmReplica]):
         Raises `VajraError` if a policy cannot be built.
         """
         tick, name = self.open_turn(), self.replica.replicaset
-        # A present scheduler that needs slack is replaced before the prioritizer, which predicts slack. Otherwise the
-        # prioritizer is replaced first, since the new scheduler may need slack.
+        # If the current scheduler needs slack, it is replaced before the prioritizer, which predicts slack. Otherwise
+        # the prioritizer is replaced first, since the new scheduler may need slack.
         needs_slack = traits_of(self.replica.parts.policy).needs_slack
         order = sorted(choices, key=lambda layer: needs_slack and layer is not Layer.REPLICA_SCHEDULER)
         for layer in order:

@@ -158,7 +158,7 @@ def simulation_of(run: MeasuredRun, latency: Mapping[str, Any], workload_file: P
         "output": {"decision_log": False},
     }
     if together > 1:
-        # One rank computes the whole prompt, and has only its own token budget.
+        # Each prompt is computed by a single rank, so a chunk must not exceed the token budget of one rank.
         params = {"long_prefill_threshold_tokens": settings.max_num_batched_tokens}
         mapping["scheduling"] = {"replica_scheduler": {"policy": "vllm_v1", "params": params}}
     return config_from_mapping(mapping)

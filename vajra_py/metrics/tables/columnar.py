@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from vajra_py.runtime.records.arrow_arrays import arrow_array, call
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
-# Gaps are merged once this many were added since the last merge, and at least half as many as that merge left.
+# Gaps are merged when the number added since the last merge has reached both this number and half of the number that
+# the last merge left.
 _MERGE_ROWS = 1 << 20
 
 

@@ -175,8 +175,8 @@ class KvMemory(Protocol):
         """Return True if `allocate` (or `swap_in`, or `grow` for a resident request) would succeed now."""
 
     def allocate(self, request: KvRequest, num_tokens: int, excluded_groups: Collection[int] = ()) -> int | None:
-        """Attach the cached prefix and take blocks for the rest of the first `num_tokens` tokens, none of them in
-        `excluded_groups`.
+        """Attach the cached prefix, and take blocks outside `excluded_groups` for the rest of the first `num_tokens`
+        tokens.
 
         Returns the number of tokens found in the cache; None if there is no room.
         """

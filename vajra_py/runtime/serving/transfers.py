@@ -49,7 +49,7 @@ class Transfers(Generic[R]):
         self, replicaset: Replicaset, rules: HandOffRules, driver: DriverServices[R], *, is_timed: bool, asks: bool
     ) -> None:
         """Create the transfers. `is_timed`: True if the links are modelled. `asks` (for untimed transfers): True if
-        full targets are checked again at a time on the clock; False: only when an input (`Retry`) arrives.
+        full targets are checked again at a scheduled time; False: only when an input (`Retry`) arrives.
         """
         self._replicaset = replicaset
         self._bytes_per_token = rules.bytes_per_token
