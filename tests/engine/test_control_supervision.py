@@ -51,27 +51,27 @@ class Trial:
         self.now_s += seconds
         return False
 
-    def lose(self, after_steps: int, after_s: float = 0.0) -> Outcome | None:
+    def lose(self, *, has_computed: bool, after_s: float = 0.0) -> Outcome | None:
         self.now_s += after_s
         worker: Any = FakeWorker()
-        comes_back = self.supervisor.lost(KEY, worker, has_computed=after_steps > 1)
+        comes_back = self.supervisor.lost(KEY, worker, has_computed=has_computed)
         return self.outcomes.get(timeout=30) if comes_back else None
 
 
 def test_a_replica_that_computes_is_started_again_however_often_it_is_lost() -> None:
     trial = Trial(max_restarts=3)
     for _ in range(40):
-        assert isinstance(trial.lose(after_steps=2, after_s=1.0), Restarted)
+        assert isinstance(trial.lose(has_computed=True, after_s=1.0), Restarted)
     assert trial.pauses[:8] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert set(trial.pauses[7:]) == {30.0}
-    assert isinstance(trial.lose(after_steps=100, after_s=61.0), Restarted)
+    assert isinstance(trial.lose(has_computed=True, after_s=61.0), Restarted)
     assert trial.pauses[-1] == 0.5, "it was up for long: pauses begin anew"
 
 
 def test_starts_that_fail_in_a_row_give_the_replica_up() -> None:
     trial = Trial(max_restarts=3)
     trial.fails = True
-    outcome = trial.lose(after_steps=9)
+    outcome = trial.lose(has_computed=True)
     assert isinstance(outcome, GivenUp)
     assert outcome.why == "3 starts in a row failed; the last: no device"
     assert trial.pauses == [0.5, 1.0, 2.0]
@@ -79,11 +79,18 @@ def test_starts_that_fail_in_a_row_give_the_replica_up() -> None:
 
 def test_a_replica_that_is_lost_in_its_first_step_again_and_again_is_given_up() -> None:
     trial = Trial(max_restarts=3)
-    assert isinstance(trial.lose(after_steps=5), Restarted)
-    assert [type(trial.lose(after_steps=1)) for _ in range(3)] == [Restarted, Restarted, type(None)]
+    assert isinstance(trial.lose(has_computed=True), Restarted)
+    assert [type(trial.lose(has_computed=False)) for _ in range(3)] == [Restarted, Restarted, type(None)]
     trial = Trial(max_restarts=3)
-    for steps in (5, 1, 1, 2, 1, 1):  # one that computes a step in between fills the count up again
-        assert isinstance(trial.lose(after_steps=steps), Restarted)
+    for has_computed in (
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ):  # one that computes a step in between fills the count up again
+        assert isinstance(trial.lose(has_computed=has_computed), Restarted)
 
 
 class Closing:

@@ -164,14 +164,15 @@ def for_prompt(body: Mapping[str, Any]) -> bytes:
     return json.dumps({**own, **limits, "kv_transfer_params": params}).encode()
 
 
-def with_limit(body: Mapping[str, Any], max_tokens: int) -> bytes:
-    """Return the body with this maximum number of output tokens in place of the client's."""
-    name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    return json.dumps({**body, name: max_tokens}).encode()
+def for_answer(body: Mapping[str, Any], max_tokens: int | None, params: Any) -> bytes:
+    """Return the body for the server that answers the client.
 
-
-def with_kv(body: Mapping[str, Any], params: Any) -> bytes:
-    """Return the body that makes a server decode with KV from another server; `params`: `kv_transfer_params` from that
-    server's answer.
+    `max_tokens` (None: unchanged) replaces the client's maximum number of output tokens; `params` (None: the prompt was
+    not computed elsewhere) are the `kv_transfer_params` from the answer of the server that has the prompt's KV.
     """
-    return json.dumps({**body, "kv_transfer_params": params}).encode()
+    changed = dict(body)
+    if max_tokens is not None:
+        changed["max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"] = max_tokens
+    if params is not None:
+        changed["kv_transfer_params"] = params
+    return json.dumps(changed).encode()

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from starlette.types import Receive, Scope, Send
 
 from vajra_py.contract.observer import EndReason
-from vajra_py.route.body import for_prompt, with_kv, with_limit
+from vajra_py.route.body import for_answer, for_prompt
 from vajra_py.route.client import Headers
 from vajra_py.route.connections import Connection, ServerAnswer, ServerFault
 from vajra_py.route.core import AGAIN, PROMPT
@@ -193,11 +193,11 @@ class Exchange:
     async def _answer_at(self, place: Place) -> None:
         session, client = self._session, self._session.client
         assert client is not None
-        body, request = self._raw, self.routed.request
-        if request is not None and request.admission is not None and request.admission.max_tokens is not None:
-            body = with_limit(from_json(body), request.admission.max_tokens)
-        if self.routed.kv_params is not None:
-            body, self.routed.kv_params = with_kv(from_json(body), self.routed.kv_params), None
+        body, request, params = self._raw, self.routed.request, self.routed.kv_params
+        self.routed.kv_params = None
+        limit = None if request is None or request.admission is None else request.admission.max_tokens
+        if limit is not None or params is not None:
+            body = for_answer(from_json(body), limit, params)
         connection = await self._connect(place)
         answer = await client.post(connection, self._scope["path"], body, self._headers)
         is_at_end = False
