@@ -1,7 +1,7 @@
 """Translate plans into messages for vLLM's workers, as changes to the workers' state.
 
-A steady step (exactly the decodes of the step before) takes a few array operations: ids do not change, every count
-grows by one, and the counts determine the requests that need a block.
+A steady step (exactly the decodes of the step before) reads a request only if it needs a block: ids do not change,
+every count grows by one, and the positions of the requests that need a block at each step are known.
 """
 
 from __future__ import annotations
@@ -10,16 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import add
 from types import MappingProxyType
 
-import numpy as np
-import numpy.typing as npt
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vajra_py.vllm.managed_kv import ManagedKv
 from vajra_py.vllm.mechanism import Mechanism, PlannedChunk, PlannedDrafts, Request, StepPlan
 from vajra_py.vllm.records import Record
 from vajra_py.vllm.step_message import Scheduled, StepMessage, Tables
-
-Ints = npt.NDArray[np.int64]
 
 
 class Messages:
@@ -43,16 +39,24 @@ class Messages:
         self._zeroes = zeroes and self._managed is None
         self._block_size = replica.limits.block_size
         self._order: Sequence[Request] | None = None
-        """Decodes that the arrays below describe; the decode pool replaces this list when a request joins or leaves."""
+        """Decodes that the lists below describe; the decode pool replaces this list when a request joins or leaves."""
         self._decodes: list[Record] = []
         self._counts: dict[str, int] = {}
         """Number of tokens of each decode in a step, by request id."""
-        self._computed: Ints = np.empty(0, dtype=np.int64)
-        self._output: Ints = np.empty(0, dtype=np.int64)
+        self._computed: list[int] = []
+        """Number of computed tokens of each decode when the lists were built."""
+        self._outputs_ahead: list[int] = []
+        """Number of output tokens minus number of computed tokens, by decode."""
+        self._by_fill: list[list[int]] = []
+        """Positions of the decodes, by the number of tokens in their last block when the lists were built (0: it is
+        full).
+        """
+        self._num_added = 0
+        """Number of tokens of each decode since the lists were built."""
         self._at_step = -1
-        """The decode pool's `num_committed` at the last plan for which the arrays were used."""
+        """The decode pool's `num_committed` at the last plan for which the lists were used."""
         self._last = -1
-        """Index of the last step that contained all of these decodes; -1 if there was none since the arrays were built.
+        """Index of the last step that contained all of these decodes; -1 if there was none since the lists were built.
         """
         self._step = 0
         self._drafted: tuple[Request, ...] = ()
@@ -65,8 +69,6 @@ class Messages:
         """For each request, the number of tokens that fit into the blocks known to the workers, less the drafter's
         lookahead.
         """
-        self._outputs_ahead: list[int] = []
-        """Number of output tokens minus number of computed tokens, by request."""
         drafts = replica.parts.options.drafts
         self._lookahead = 0 if drafts is None else drafts.lookahead_tokens
 
@@ -169,18 +171,18 @@ class Messages:
             self._add_chunks(chunk for chunk in plan.entries() if chunk.request in plan.pool)
             self._order = None
             return
-        computed = self._computed
+        num_added = self._num_added
         new: dict[int, Sequence[int] | Tables] = {}
-        for index in np.flatnonzero(computed % self._block_size == 0).tolist():
+        for index in self._by_fill[-num_added % self._block_size]:
             blocks = self._new_blocks(self._decodes[index], order[index])
             if blocks:
                 new[index] = blocks
                 if self._zeroes and not isinstance(blocks, Tables):
                     self.next.clear(blocks)
-        self.next.add_decodes(self._counts, new, computed.tolist(), self._output.tolist())
+        computed = [count + num_added for count in self._computed]
+        self.next.add_decodes(self._counts, new, computed, list(map(add, computed, self._outputs_ahead)))
         self._last = self._step
-        computed += 1
-        self._output += 1
+        self._num_added += 1
 
     def _add_drafted(self, plan: StepPlan) -> None:
         """Add the chunks of a plan with drafts, in bulk if they are exactly the decodes of the step before."""
@@ -220,30 +222,30 @@ class Messages:
         self._drafted, self._decodes, self._last = requests, [], -1
 
     def _look_at_drafted(self, requests: Sequence[Request]) -> None:
-        find, size = self._records.get, self._block_size
-        found = [find(request.request_id) for request in requests]
-        self._decodes = decodes = [one for one in found if one is not None]
-        self._counts = {one.request_id: 1 for one in decodes}
-        self._room = [one.num_sent * size - self._lookahead for one in decodes]
-        self._outputs_ahead = [1 - one.request.num_prompt_tokens for one in decodes]
+        self._look_up(requests)
+        self._room = [one.num_sent * self._block_size - self._lookahead for one in self._decodes]
 
     def _are_all_known(self) -> bool:
         """Return whether no request with drafts has ended for its client."""
         return len(self._counts) == len(self._drafted) and self._counts.keys() <= self._records.keys()
 
     def _look_at(self, order: Sequence[Request]) -> None:
-        records = self._records
         self._settle()
         self._order = order
-        found = [records.get(request.request_id) for request in order]
-        self._decodes = [one for one in found if one is not None]
-        self._counts = {one.request_id: 1 for one in self._decodes}
-        self._computed = np.array([one.num_computed_tokens - 1 for one in order], dtype=np.int64)
-        kept = [0 if one is None else one.num_kept for one in found]
-        self._output = np.array([one.num_output_tokens for one in order], dtype=np.int64) + np.array(
-            kept, dtype=np.int64
-        )
+        self._look_up(order)
+        self._computed = [one.num_computed_tokens - 1 for one in order]
+        self._by_fill = [[] for _ in range(self._block_size)]
+        for index, count in enumerate(self._computed):
+            self._by_fill[count % self._block_size].append(index)
+        self._num_added = 0
         self._last = -1
+
+    def _look_up(self, requests: Iterable[Request]) -> None:
+        find = self._records.get
+        found = [find(request.request_id) for request in requests]
+        self._decodes = decodes = [one for one in found if one is not None]
+        self._counts = {one.request_id: 1 for one in decodes}
+        self._outputs_ahead = [1 - one.request.num_prompt_tokens for one in decodes]
 
     def _are_absent(self) -> bool:
         """Return whether one of the decodes was not part of the step before, so that its full state must be sent."""

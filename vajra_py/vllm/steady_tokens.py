@@ -6,6 +6,7 @@ the tokens that would end any of them are known for the whole batch.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -34,6 +35,7 @@ class _Batch:
     """Requests of a step, in the order of the workers.
 
     Attributes:
+        client: index of their client; None if there are several.
         stops: token ids that end any of them.
         num_left: lower bound on the number of tokens that every request can still take before any request must be
             checked individually.
@@ -42,7 +44,7 @@ class _Batch:
     records: list[Record]
     requests: list[Request]
     outputs: list[list[int]]
-    clients: list[int]
+    client: int | None
     stops: set[int]
     num_left: int = 0
 
@@ -87,27 +89,27 @@ class SteadyTokens:
         if self._is_new:
             self._look_up()
         batch = self._batch
-        if batch is None:
+        if batch is None or not all(sampled):
             return None
-        counts = list(map(len, sampled))
-        most = max(counts)
+        tokens = list(chain.from_iterable(sampled))
+        most = 1 if len(tokens) == len(sampled) else max(map(len, sampled))
         if most >= batch.num_left and most >= batch.count_left():
             self._batch = None
             return None
-        if 0 in counts or not batch.stops.isdisjoint(chain.from_iterable(sampled)):
+        if not batch.stops.isdisjoint(tokens):
             return None
         batch.num_left -= most
-        for output, tokens in zip(batch.outputs, sampled, strict=True):
-            output += tokens
+        deque(map(list.extend, batch.outputs, sampled), maxlen=0)
         sent = list(map(EngineCoreOutput, self._names, sampled))
-        outputs = {batch.clients[0]: sent}
-        if batch.clients.count(batch.clients[0]) < len(sent):
-            outputs = {}
-            for client, one in zip(batch.clients, sent, strict=True):
-                outputs.setdefault(client, []).append(one)
+        if batch.client is None:
+            outputs: dict[int, list[EngineCoreOutput]] = {}
+            for record, one in zip(batch.records, sent, strict=True):
+                outputs.setdefault(record.client_index, []).append(one)
+        else:
+            outputs = {batch.client: sent}
         accepted = {}
         if most > 1:
-            accepted = dict(zip(batch.requests, [count - 1 for count in counts], strict=True))
+            accepted = dict(zip(batch.requests, [len(one) - 1 for one in sampled], strict=True))
         return TakenTokens(outputs, accepted)
 
     def owners(self, names: list[str]) -> Sequence[Request] | None:
@@ -123,6 +125,7 @@ class SteadyTokens:
         if not requests or len(requests) < len(self._names):
             return
         self._is_new = False
-        clients = [record.client_index for record in records]
+        clients = {record.client_index for record in records}
+        client = clients.pop() if len(clients) == 1 else None
         stops = set().union(*(record.stops for record in records))
-        self._batch = _Batch(records, requests, [record.output for record in records], clients, stops)
+        self._batch = _Batch(records, requests, [record.output for record in records], client, stops)

@@ -111,10 +111,7 @@ class TokenBlockHashes:
         num_known, num_copied = self._num_before + len(self._output), len(self._tokens)
         return num_known if num_known > num_copied else num_copied
 
-    @property
-    def num_public_tokens(self) -> int:
-        """Number of known tokens; all of them are public."""
-        return self.num_hashed_tokens
+    num_public_tokens = num_hashed_tokens  # a second property, since one that calls the first takes a call more
 
     def append(self, token: int) -> None:
         """Add one generated token."""

@@ -792,12 +792,14 @@ class Builder(PlanDraft):
         """Cache the blocks that decodes of the pool fill, in order of admission; with `before`, only blocks of decodes
         whose admission index is lower than `before`.
         """
-        waiting, memory = self._to_cache, self._memory
+        waiting, memory, due = self._to_cache, self._memory, list[Request]()
         while waiting and (before is None or waiting[-1].admitted_index < before):
-            request = waiting.pop()
-            if memory.has_reserved:
+            due.append(waiting.pop())
+        if memory.has_reserved:
+            for request in due:
                 self._materialize(request)
-            memory.cache_blocks(request, request.num_computed_tokens + 1)
+        if due:
+            memory.cache_each(due, [request.num_computed_tokens + 1 for request in due])
 
     def _grow_decode(self, request: Request, reserve_tokens: int | None) -> bool:
         """Allocate blocks for one more token of the request, or for `reserve_tokens` tokens if these are more; return
