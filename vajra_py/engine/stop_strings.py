@@ -111,7 +111,7 @@ class StopSearch:
         text, num_held = self.held + text, len(self.held)
         if may_stop and not self._has_searched:
             self._has_searched = True
-            # Stop strings in the held-back text did not count before `may_stop`, so that text is searched again.
+            # Before `may_stop`, stop strings in the held-back text did not count; now this text is searched again.
             node, num_held = 0, 0
         start, end, place = len(text), 0, num_held
         while place < len(text):

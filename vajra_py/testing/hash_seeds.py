@@ -129,7 +129,9 @@ def _rows_of_all(policies: Policies) -> list[Rows]:
 
 
 def _rows_of(spec: PolicySpec, params: Mapping[str, Any]) -> Rows:
-    """Return every decision and every end of a policy in some scenarios, as text, with this process's hash seed."""
+    """Return, as text, each decision of a policy in some scenarios and the end of each request there, under this
+    process's hash seed.
+    """
     subject = Subject(spec, params)
     rules = replace(UNCOUNTED, num_replicas=_MANY_REPLICAS[spec.layer])
     outcomes = {one.name: subject.run(one, None, rules) for one in _SCENARIOS if subject.suits(one)}

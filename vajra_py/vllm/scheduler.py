@@ -711,7 +711,7 @@ class Scheduler(WithoutExtras):
             self._events.publisher.shutdown()
         if self.connector is not None:
             self.connector.shutdown()
-        # The recording must contain the pending inputs, but no further step.
+        # The recording must contain the pending inputs: with the gate closed, `step` applies them and forms no step.
         if self._recording is not None:
             self.mechanism.set_gate(forms=False)
             self.mechanism.step()

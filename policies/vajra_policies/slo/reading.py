@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Reading:
     """Reader who reads received tokens at up to `speed` tokens per second, and expects the first token after `ttft_s`.
 
-    Tokens that arrive faster than they are read wait in a buffer; they add nothing until they are read. Times are
-    seconds from the arrival of the request.
+    Tokens that arrive faster than they are read wait in a buffer, and count towards the QoE once they are read. Times
+    are seconds from the arrival of the request.
 
     Source: Andes (arXiv:2404.16283): QoE = integral of the tokens read / integral of min(expected tokens, length of the
     answer).

@@ -199,8 +199,8 @@ class BatchState:
         self.num_computed[slots] = kv_lens
         sampled = [(order[place], num_decodes + place) for place, chunk in enumerate(chunks) if chunk.samples]
         num_drafts = {num_decodes + place: one.num_drafts for place, one in enumerate(chunks) if one.num_drafts}
-        # Sampled rows follow the order of `step.chunks`, except in a step with drafts: its sampled rows may be all
-        # rows, which the forward pass expects in row order.
+        # Without drafts, sampled rows are sorted into the order of `step.chunks`. With drafts they stay in row order:
+        # every row may be sampled, and the forward pass then expects all rows in row order.
         if not num_drafts:
             sampled.sort()
         positions, held, num_newest, begins = kv_lens - 1, kv_lens, len(slots), first

@@ -189,8 +189,8 @@ def new_figure(num_rows: int, num_columns: int, row_height_in: float, **shared: 
         axes = _stacked(figure, (num_rows, num_columns, across), shared)
     size = matplotlib.rcParams["xtick.labelsize"]
     for own in axes.flat:
-        # Ticks are created when the figure is drawn, and these settings then no longer apply. So the axes store the
-        # style.
+        # Ticks are created only when the figure is drawn. The style's `rcParams` are no longer active then, so the axes
+        # store the style.
         own.tick_params(color=INK, labelcolor=INK, labelsize=size, width=0.7, grid_color=GRID, grid_linewidth=0.6)
     return figure, axes
 

@@ -4,10 +4,10 @@ Invariants (`check`): every block is free, used, or kept without users for a pin
 table that lists it; only blocks that have or had a hash are shared; a lookup by hash finds only blocks that still
 hold the content. A free block may keep its hash until it is handed out again.
 
-The order of reuse consists of three parts, so that handing out blocks without hashes is one list slice: blocks released
-without a hash (a stack), blocks never handed out (a counter), and idle blocks with a hash in order of release. A table
-of blocks whose content no request can hit again takes its place among the idle blocks as one entry, a run, whose cost
-does not grow with the number of blocks. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any other order
+The order of reuse consists of three parts: blocks released without a hash (a stack), blocks never handed out (a
+counter), and idle blocks with a hash in order of release. Blocks without hashes can therefore be handed out with one
+list slice. If no request can hit the content of a released table again, all its blocks are added to the idle blocks as
+a single entry, so that releasing them takes the same time for any number of blocks. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any other order
 comes from a retention policy (`retained_pool`). Idle blocks whose content is pinned are kept apart and do not count as
 free.
 """
