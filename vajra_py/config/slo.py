@@ -119,13 +119,16 @@ class Slo(Struct, frozen=True):
         return _has_or(self.expression)
 
     def decided(self, values: Sequence[float]) -> tuple[float, int]:
-        """Reduce one value per condition, by minimum for `and` and maximum for `or`; return the result and the position
-        of the condition from which it comes.
+        """Combine one value for each condition into a single value: the minimum for `and`, the maximum for `or`.
+
+        Returns this value and the position of the condition from which it comes.
         """
         return _decided(self.expression, iter(enumerate(values)))
 
     def combined(self, values: Sequence[float]) -> float:
-        """Reduce one value per condition as in `decided`; for slacks, the result is at least zero if the SLO holds."""
+        """Combine one value for each condition into a single value: the minimum for `and`, the maximum for `or`. If the
+        values are slacks, the result is at least zero if the SLO holds.
+        """
         return self.decided(values)[0]
 
 

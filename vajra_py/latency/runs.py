@@ -47,7 +47,7 @@ class HasHostOverhead(Protocol):
 
 @runtime_checkable
 class CountsSteps(Protocol):
-    """Latency model that counts executed steps, as opposed to predictions for policies."""
+    """Latency model that counts the steps that are executed. Predictions that it makes for policies do not count."""
 
     def taken_time_s(self, features: BatchFeatures) -> float:
         """Return `stage_time_s`, and count the step as executed."""

@@ -199,7 +199,8 @@ class Guard(threading.Thread):
     def __init__(self, is_writing: Callable[[], bool]) -> None:
         """Create the thread.
 
-        `is_writing` returns True while a recording is being completed; the deadline is then `RECORD_S` later.
+        `is_writing` returns True while a recording is being completed. As long as it does, the process is ended only
+        `RECORD_S` after the deadline that `end_within` sets.
         """
         super().__init__(name="vajra-guard", daemon=True)
         self._is_writing = is_writing

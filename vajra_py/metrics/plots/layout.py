@@ -75,10 +75,10 @@ def series_by_system(runs: Sequence[RunData]) -> tuple[list[Series], Arrangement
 
 
 def select(runs: Sequence[RunData], limit: int) -> list[RunData]:
-    """Return at most `limit` runs, in the given order, for a figure with a panel per run.
+    """Select at most `limit` runs for a figure with a panel per run, and return them in the given order.
 
-    If there are more, the runs under the highest load are selected, those with the lowest P99 TTFT first; runs under
-    other loads follow only if fewer than three runs are under the highest load.
+    If there are more runs, those under the highest load are preferred, and among these the ones with the lowest P99
+    TTFT. Runs under other loads are selected only if fewer than three runs are under the highest load.
     """
     if len(runs) <= limit:
         return list(runs)

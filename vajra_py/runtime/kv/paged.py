@@ -384,9 +384,9 @@ class PagedKvMemory:
         """Make the KV of the first `num_tokens` tokens available to other requests; the KV is in memory or will be in
         memory once the step has run.
 
-        Caches full blocks that are not cached yet. Blocks whose content no other request can have before this one ends
-        are cached by `free`, so for content that is private after the prompt, one call before `free` suffices (or pass
-        `num_computed_tokens` to `free`).
+        Caches full blocks that are not cached yet. Content that no other request can have before this request ends is
+        cached only by `free`. A request whose generated tokens are such content therefore needs this call only once,
+        before `free`, or not at all if `num_computed_tokens` is passed to `free`.
         """
         entry = self._tables[request]
         num_public = self._validate(entry, num_tokens)

@@ -20,7 +20,7 @@ from vajra_py.runtime.queues.ranks import KEY, REQUEST, SERIAL, SLOPE, Rank
 from vajra_py.runtime.queues.tournament import SlopeGroup, Tournament, tie
 
 _Place: TypeAlias = tuple[float, float, int, int]
-"""Place of a rank in the total order at one time: (computed key, arrival, index, serial)."""
+"""Sort key of a queue entry (`Rank`) at one time: (key computed for that time, arrival, index, serial)."""
 
 
 class KineticQueue(RankedQueue):

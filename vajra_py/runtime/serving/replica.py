@@ -609,7 +609,7 @@ class Replica:
         """
         # A request handed off while this step was formed may have to stay; the next step then has one more decode.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
-        # A replica that drains by migration moves away, after the step, the requests that the step has admitted.
+        # If the replica drains by migration, the requests that this step admits are moved to other replicas after it.
         moves_on = self.drains_by_migration and plan.chunks
         return 0 if self._step_watchers or is_awaited or moves_on else self.repeats.num_alike(plan)
 

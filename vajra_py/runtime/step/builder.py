@@ -144,8 +144,8 @@ class Builder(PlanDraft):
         """See `KvMemory.recycles`."""
 
         self._most_held = min(self._longest - 1, self._num_kv_tokens)
-        """Maximum number of tokens of a decode with its drafts: the model's length must allow one more token, and the
-        memory must hold the request if it is alone.
+        """Maximum length of a request with its drafts, in tokens: one less than the maximum model length, so that the
+        step can add a token, and at most what the memory holds for a single request.
         """
         self._draft_rules = rules = options.drafts
         self._most_advance = running_set.memory.block_size if self._recycles or rules is None else rules.max_tokens + 2

@@ -34,12 +34,12 @@ _NO_ADAPTER = -1
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the modules that a product merges.
+    """One of the linear modules that are computed as a single matrix product (such as query, key and value).
 
     Attributes:
         module: name of the module.
-        num_outputs: number of its rows in the product's weight.
-        reorder: function that brings rows of the module's weight into the product's order; None: the same order.
+        num_outputs: number of its rows in the weight of this product.
+        reorder: function that brings rows of the module's weight into the order of the product's rows; None: the same order.
     """
 
     module: str
