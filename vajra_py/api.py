@@ -249,8 +249,8 @@ def figures(
     only: Sequence[str] = (),
     panels: Sequence[str] = (),
 ) -> list[Path]:
-    """Write the report's figures, or single `panels` of them, as files for a paper (PDF, SVG, PNG), with their data as
-    CSV and the table as LaTeX, Markdown and CSV; return the paths. `width_in` is in inches.
+    """Write the report's figures, or single `panels` of them, as files for a paper (PDF, SVG, PNG), each with its data
+    as CSV. Also write the report's table as LaTeX, Markdown and CSV. Returns the paths. `width_in` is in inches.
     """
     from vajra_py.metrics.report.figure_files import write_figures
 

@@ -170,8 +170,8 @@ def check_is_own_fault(error: BaseException) -> None:
 
 
 class PolicyError(VajraError):
-    """Violation of the contract by a policy: a non-finite key, more tokens than remain, an unknown request, an exception
-    of its own.
+    """Violation of the contract by a policy: a non-finite key, more tokens than remain, an unknown request, or an
+    exception that escapes from the policy.
 
     `policy` is the registered name; `replica_id`, `request_id` and `step` locate the violation in the run (None if
     unknown); `time_s` is the time of a violation outside steps, in seconds on the run's clock; `place` is the location
@@ -271,8 +271,8 @@ _FRAMEWORK = "vajra_py"
 def _place_in_policy(traceback: TracebackType | None) -> str | None:
     """Return the innermost source location in the policy's own package at which an exception passed; None if unknown.
 
-    A policy may call other packages (numpy, the shared fill loop), so the deepest frame of the package that the
-    mechanism called is used.
+    The policy's package is the first one outside this framework in the traceback. The innermost frame of all may lie
+    in another package that the policy called, such as numpy.
     """
     package: str | None = None
     found: TracebackType | None = None
@@ -327,8 +327,7 @@ class RunInterrupted(VajraError):
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Suggest the `choices` nearest to `name` and list them all, as one sentence without its final full stop, for
-    `Problem.allowed`.
+    """Return a text for `Problem.allowed`: the names in `choices` nearest to `name`, and all `choices`.
 
     >>> did_you_mean("fcsf", ["edf", "fcfs"])
     "Did you mean 'fcfs'? Allowed: edf, fcfs"

@@ -42,7 +42,7 @@ class CompiledFigures:
         registers: registers per thread.
         stack_bytes: stack per thread; above 0 means spills or indexed local arrays.
         shared_bytes: shared memory per program, static and dynamic.
-        num_wgmma: number of ``wgmma.mma_async`` instructions in the PTX (Hopper's warp-group products).
+        num_wgmma: number of ``wgmma.mma_async`` instructions in the PTX (Hopper's warp-group matrix products).
         num_mma: number of ``mma.sync`` instructions in the PTX.
         num_async_copies: number of ``cp.async`` instructions of 16 bytes in the PTX.
         max_pending_copies: the largest N of ``cp.async.wait_group N``; above 0 means that K/V copies of a later tile

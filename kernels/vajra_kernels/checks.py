@@ -257,9 +257,10 @@ def sampling_inputs(
 def sampling_mismatches(
     tokens: torch.Tensor, logits: torch.Tensor, parameters: torch.Tensor, seen: torch.Tensor
 ) -> list[tuple[int, int]]:
-    """Return (row, token) for each token whose difference from the reference cannot be due to rounding.
+    """Return (row, token) for each token that differs from the reference by more than rounding can explain.
 
-    For such a row, the reference draws another token, even if the random number, top-p or min-p is changed by 1e-5.
+    A token is returned if the reference never draws it: neither with the row's parameters, nor with the random number,
+    top-p or min-p changed by 1e-5.
     """
     possible = []
     for slack in (0.0, 1e-5, -1e-5):

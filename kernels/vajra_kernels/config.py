@@ -4,9 +4,9 @@ Choices are plain functions of shapes and nothing is timed at run time, so the f
 compilation and equal calls always run the same code. docs/evidence/kernels.md has the measurements behind the choices.
 
 Invariants:
-    - The K/V tiles of a configuration fit the device's shared memory (``DeviceFacts.shared_limit_bytes``); those of
+    - The K/V tiles of a configuration fit the device's shared memory (``DeviceFacts.shared_limit_bytes``). Tiles of
       16-bit types fit twice, as two buffers.
-    - The block table is read inside the KV loop, so Triton's pipeliner needs 5 stages for two K/V buffers.
+    - Triton's pipeliner needs 5 stages for two K/V buffers, since the KV loop also reads the block table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MIN_SPLIT_TOKENS = 128
 SPLITS_PER_SM = 8
 """Target number of decode programs per multiprocessor, large enough that the last, partial wave takes little time."""
 MAX_PIECES = 2048
-"""Largest number by which the pieces of a batch exceed its sequences, on GPUs of up to 256 multiprocessors."""
+"""Largest number of pieces of a batch minus its number of sequences, on GPUs of up to 256 multiprocessors."""
 MIN_CHUNK_SPLIT_TOKENS = 512
 """Shortest part of a chunk's KV in tokens; shorter ones cost more in start-up and merging than their parallelism
 gains."""
@@ -62,8 +62,8 @@ class TileConfig:
 def decode_config(group: int, head_pad: int, element_bytes: int, device: DeviceFacts) -> TileConfig:
     """Return the tile of a decode.
 
-    Its rows are query heads of one KV head: 16 (the minimum of a tensor-core product) to 64. A ``group`` of more query
-    heads takes several tiles.
+    The tile's rows are query heads that share one KV head: 16 (the minimum of a tensor-core instruction) to 64. A
+    ``group`` of more query heads is divided among several tiles.
     """
     if element_bytes == 4:
         return _float32_config(group, head_pad)
@@ -79,9 +79,9 @@ def decode_config(group: int, head_pad: int, element_bytes: int, device: DeviceF
 def ragged_config(group: int, max_query_len: int, head_pad: int, element_bytes: int, device: DeviceFacts) -> TileConfig:
     """Return the tile of a ragged launch whose longest chunk has ``max_query_len`` tokens.
 
-    128 rows with 8 warps suit ``wgmma``; with 64 positions (32 for head dimensions above 128) the accumulators leave
-    room for two loads in flight. For head dimensions above 64, GPUs that are not ``_is_large`` use smaller tiles, since
-    tiles of this size would spill registers there.
+    The largest tile has 128 rows and 8 warps, which suit ``wgmma``. It has 64 KV positions (32 for head dimensions
+    above 128), so that the accumulators leave room for two loads in flight. For head dimensions above 64, GPUs that are
+    not ``_is_large`` use smaller tiles, since the largest tile would spill registers there.
     """
     rows = group * max_query_len
     if element_bytes == 4:
@@ -145,8 +145,8 @@ def merge_config(num_parts: int) -> TileConfig:
 def chunk_splits(num_programs: int, longest: int, tile_n: int, device: DeviceFacts) -> tuple[int, int]:
     """Return (KV positions per split, number of splits) for chunks that take ``num_programs`` programs without splits.
 
-    A few tokens with a long context (at most ``longest`` KV positions) need few programs; splits increase their number
-    to up to two per multiprocessor.
+    Chunks of few tokens take few programs, however long their context is (at most ``longest`` KV positions). Splits of
+    the KV increase the number of programs to up to two per multiprocessor.
     """
     wanted = 2 * device.num_sms // max(num_programs, 1) if num_programs < device.num_sms else 1
     num_splits = max(1, min(wanted, longest // MIN_CHUNK_SPLIT_TOKENS, MAX_CHUNK_SPLITS))

@@ -1,8 +1,8 @@
 """Paged attention of a ragged batch on the CPU, in torch.
 
 Keys and values are gathered (at memory-copy speed, see ``cpu_plan``), then attended in one fused call per decode group
-or chunk piece. In a decode group, the query heads of a KV head are the rows of one product. Features that the fused
-call lacks (soft cap, values of another width) use explicit products.
+or chunk piece. In a decode group, the query heads of a KV head are the rows of one matrix product. Features that the
+fused call lacks (soft cap, values of another width) are computed with separate matrix products.
 
 Invariants:
     - Caches are physically [num_blocks, block_size, num_kv_heads, head_dim], dense.
@@ -28,8 +28,9 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 def _widens_chunks(dtype: torch.dtype) -> bool:
     """Return True if chunks in this dtype are computed in float32.
 
-    That saves 10 to 15 % of the time of their attention, conversions included, if the processor has no matrix tiles for
-    the dtype (measured with bfloat16 on an AMD EPYC). For decodes, conversions cost more than they save.
+    This saves 10 to 15 % of the time of the chunks' attention, conversions included, if the processor has no
+    matrix-tile instructions for the dtype (measured with bfloat16 on an AMD EPYC). For decodes, conversions cost more
+    than they save.
     """
     if dtype == torch.bfloat16:
         return not torch.cpu._is_amx_tile_supported()

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 GROUP_BYTES = 2 << 20
 """Largest gathered K of one decode group in bytes, so that it is still in the CPU cache when it is multiplied."""
 GROUP_WASTE = 96 << 10
-"""Number of padding elements (K and V) that cost about as much time as the overhead of one more group. The time is that
-of multiplying the padding, so it is not less in half precision.
+"""Number of padding elements (K and V) whose multiplication takes about as long as the overhead of one more group. It
+is the same for all dtypes, since a multiplication in half precision is not faster.
 """
 PIECE_ROWS = 64
 """Number of query tokens in one piece of a chunk."""
@@ -95,7 +95,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """Attention calls of one step; ``covers_all`` is True if they write every output row."""
+    """Attention calls of one step; ``covers_all`` is True if these calls write every output row."""
 
     groups: tuple[DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
@@ -219,10 +219,10 @@ class _Planner:
         return KeyRange(torch.from_numpy(slots[offset : offset + end - begin]), 0, 1, end - begin)
 
     def _band(self, max_query_len: int, max_kv_len: int) -> torch.Tensor:
-        """Return an additive float32 mask [R, max_kv_len + R]; every piece's mask is a slice of it.
+        """Return an additive float32 mask [R, max_kv_len + R], of which every piece's mask is a slice.
 
-        The entry at row r, column ``max_kv_len + t`` masks the key at distance t from row 0. Row r attends to t <= r,
-        and with a window to t > r - window.
+        Column ``max_kv_len + t`` is for the key whose position is t after that of row 0 (t may be negative). Row r
+        attends to keys with t <= r and, with a window, t > r - window.
         """
         rows = min(max_query_len, PIECE_ROWS)
         mask = torch.zeros((rows, max_kv_len + rows))

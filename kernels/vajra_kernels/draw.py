@@ -88,10 +88,11 @@ def farthest_kept(
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the largest distance from the largest logit, as bits, such that the tokens at smaller distances have a
-    total weight below ``target``; tokens beyond ``limit`` have weight 0.
+    """Return, as bits, the largest distance d from the largest logit for which the tokens at distances below d have a
+    total weight below ``target``.
 
-    With COUNTS, ``target`` is a number of tokens, else a fraction of the total weight of all tokens.
+    Tokens at distances beyond ``limit`` have weight 0. With COUNTS, ``target`` is a number of tokens; otherwise it is a
+    fraction of the total weight of all tokens.
     """
     lane = tl.arange(0, _PIVOTS)
     farthest = limit * 0

@@ -2,9 +2,9 @@
 
 Invariants:
     - A batch that has only decodes uses the split-KV decode kernel; one without leading decodes uses the ragged kernel.
-    - A mixed batch uses one ragged launch if its sequences are so short that the ragged kernel would not split a chunk
-      with a context of that length (``config.chunk_splits``). Otherwise its decodes use the decode kernel, since in the
-      ragged kernel a single program may have to read all of a decode's long context.
+    - A mixed batch uses one ragged launch if the KV of every sequence is too short to be split by the ragged kernel
+      (``config.chunk_splits``). Otherwise the batch's decodes use the decode kernel, since in the ragged kernel a
+      single program may have to read all of a decode's long context.
 """
 
 from __future__ import annotations

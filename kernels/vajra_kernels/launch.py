@@ -53,7 +53,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def dot_mode(dtype: torch.dtype) -> tuple[bool, str | None]:
-    """Return (True to convert operands to float32, input precision) for the products of a kernel on ``dtype``.
+    """Return (True to convert operands to float32, input precision) for the matrix products of a kernel on ``dtype``.
 
     float32 is multiplied in full precision ("ieee"), never as tf32. bfloat16 is converted only in the interpreter,
     which cannot multiply it.

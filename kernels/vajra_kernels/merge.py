@@ -119,7 +119,7 @@ def merge_launch(
 def merge_pieces_launch(
     parts: torch.Tensor, part_lses: torch.Tensor, starts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
 ) -> Launch:
-    """Return the launch that merges the pieces of each row that has several into ``out`` [T, H, D] and ``lse``.
+    """Return the launch that merges the pieces of each row with several pieces into ``out`` [T, H, D] and ``lse``.
 
     ``parts`` [P, H, D] and ``part_lses`` float32 [P, H] are the pieces of all rows; row t has the pieces from
     ``starts[t]`` to ``starts[t + 1] - 1`` (``starts`` is int32 [T + 1 or more]).

@@ -65,7 +65,7 @@ class AttentionMetadata:
         return self.memo.cpu_plans.kv_lens is not None
 
     def parts(self) -> tuple[AttentionMetadata, AttentionMetadata]:
-        """Return (the leading decodes, the other sequences) as two batches, created once, that share this one's memory.
+        """Return (the leading decodes, the other sequences): two batches that share this batch's memory, created once.
 
         The second batch's ``query_start`` counts rows of the whole batch. If the lengths are not known on the host,
         both batches have the whole batch's ``max_kv_len`` and ``num_kv_tokens`` as upper bounds.

@@ -36,7 +36,7 @@ def find_sequence(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return (sequence of query tile ``tile``, that sequence's first tile).
 
-    It is the last sequence whose first tile is at most ``tile``.
+    The sequence is the last one whose first tile is at most ``tile``.
     """
     origin = tl.load(query_start_ptr)
     low = 0

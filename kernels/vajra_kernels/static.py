@@ -50,7 +50,7 @@ class StaticCase:
         launch: launch to compile.
         max_registers: bound of registers per thread.
         max_shared_bytes: bound of shared memory per program.
-        wants_wgmma: True if the products must be Hopper's warp-group instructions.
+        wants_wgmma: True if the matrix products must use Hopper's warp-group instructions.
         wants_overlap: True if loads of a later K/V tile must be in flight while a tile is multiplied.
         max_stack_bytes: bound of stack per thread; above 0 only for a case in which one Triton version keeps an address
             on the stack, for head dimension 512, and for sampling.
@@ -192,7 +192,7 @@ def _memory_cases() -> Iterator[StaticCase]:
 
 
 def _layer_cases() -> Iterator[StaticCase]:
-    """Yield the operations between a layer's products and its attention, with the shapes of Llama 8B and Qwen3."""
+    """Yield a layer's operations between its matrix products and attention, with the shapes of Llama 8B and Qwen3."""
     rows = torch.empty((16, 4096), dtype=torch.bfloat16)
     weight = torch.empty(4096, dtype=torch.bfloat16)
     yield StaticCase("norm 4096", H200, norm_launch(rows, rows, (weight, 1e-5)), 64)

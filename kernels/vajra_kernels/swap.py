@@ -1,9 +1,9 @@
 """Host memory for swapped-out KV blocks, and the copies between it and the device.
 
-A host block holds a KV block of all layers, K and V, as one run of words. On a GPU, the blocks of a swap are gathered
-into a device buffer by one launch per cache, and each run of consecutive host blocks is transferred in one copy; copies
-to the device do the reverse. Only gather and scatter run on the compute stream; transfers run on a separate stream,
-ordered by events.
+A host block holds a KV block of all layers, K and V, in consecutive words. On a GPU, the blocks of a swap to the host
+are gathered into a device buffer by one launch per cache, and consecutive host blocks are transferred in one copy; a
+swap to the device does the reverse. Only gather and scatter run on the compute stream; transfers run on a separate
+stream, ordered by events.
 
 Invariants:
     - Copies of one direction in one call have distinct destinations.

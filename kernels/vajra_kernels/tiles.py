@@ -37,7 +37,8 @@ def tile_pointers(
 ) -> tl.tensor:
     """Return pointers [TILE_N, DIM_PAD] of one tile.
 
-    ``blocks`` is a scalar if a tile lies in one block, else [TILE_N].
+    ``blocks`` has the id of the KV block of each position [TILE_N], or one id for all positions if ``KV_BLOCK % TILE_N
+    == 0``.
     """
     lanes = tl.arange(0, TILE_N)
     dims = tl.arange(0, DIM_PAD)

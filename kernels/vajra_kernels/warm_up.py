@@ -1,8 +1,9 @@
-"""Compile, before a run starts, the attention kernels that it may need.
+"""Compile the attention kernels that a run may need, before the run starts.
 
 Invariants:
-    - Every launch of a batch within the limits has the specialisation of a launch that was run here: kernels are
-      specialised by constants derived from powers of two, and not by lengths (``do_not_specialize``).
+    - A batch within the limits needs no further compilation: each of its launches has the same specialisation as a
+      launch that was run here. Kernels are specialised by constants derived from powers of two, and not by lengths
+      (``do_not_specialize``).
     - Host-side bounds choose the launches, while the tensors describe short sequences, so that little is computed.
 """
 

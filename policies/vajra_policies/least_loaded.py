@@ -22,7 +22,7 @@ class LeastLoadedConfig(PolicyConfig):
 class LeastLoaded(BindsOnArrival):
     """Binds on arrival to the replica with the least load among those that are up; ties go to the lowest id.
 
-    While none is up, requests wait in the shared queue, from which the first replica that comes up takes them.
+    While no replica is up, requests wait in the shared queue, from which the first replica that comes up takes them.
 
     Source: join-the-shortest-queue (Winston, J. Appl. Prob. 1977). `by: tokens` takes into account that lengths of
     requests differ by orders of magnitude.

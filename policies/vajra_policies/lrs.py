@@ -37,8 +37,8 @@ class Lrs:
         return (request.arrived_at + relative_s - remaining_s) / relative_s, -1.0 / relative_s
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return the relative slack at `now`: 1 - prefill_time / D at arrival, 0 when work must start, below 0 when
-        late.
+        """Return the relative slack at `now`: 1 - prefill_time / D at arrival, 0 when the remaining prompt must be
+        computed at once to meet the deadline, below 0 when the deadline can no longer be met.
         """
         intercept, slope = self.line(request)
         return intercept + slope * now

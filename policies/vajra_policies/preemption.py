@@ -31,5 +31,5 @@ def preemption_mode(config: PreemptionConfig, context: PolicyContext) -> Preempt
 
 
 def give_way(batch: BatchBuilder, victim: RequestView, mode: PreemptionMode) -> bool:
-    """Preempt the victim in the given mode, by recompute if the host is full; return False if neither is possible."""
+    """Preempt the victim in the given mode, or else by recompute; return False if neither is possible."""
     return batch.preempt(victim, mode) is None or batch.preempt(victim) is None

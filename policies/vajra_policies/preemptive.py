@@ -20,7 +20,7 @@ from vajra_py.contract import (
 
 _LACKS_BLOCKS = frozenset({Refusal.KV_BLOCKS, Refusal.WATERMARK})
 _PASSED_OVER = frozenset({Refusal.JUST_PREEMPTED, Refusal.LOADING, Refusal.NOT_ADMITTED, Refusal.GROUP_BUSY})
-"""Refusals of one waiting request after which the next one may still be admitted."""
+"""Refusals of one waiting request after which the next waiting request may still be admitted."""
 
 
 class PreemptiveConfig(FixedChunkConfig):
@@ -34,11 +34,11 @@ class Preemptive(FixedChunk):
     - A running request that lacks blocks preempts the least urgent running request behind it in the queue. A waiting
       request does so only if all running requests behind it together hold enough blocks; otherwise neither it nor any
       waiting request behind it is admitted in this step.
-    - To avoid thrashing with keys that rise with progress, a preempted request is readmitted only once blocks are free,
-      and then keeps its blocks until its prompt is computed; only running requests admitted earlier may take them.
+    - A preempted request is readmitted only once blocks are free. It then keeps its blocks until its prompt is
+      computed; only running requests admitted earlier may take them. This avoids thrashing if keys rise with progress.
     - Of `chunk_size` tokens, each decode with a slot gets one; prompts share the rest by urgency.
 
-    A pause therefore costs nothing as long as blocks suffice; then paused requests are preempted (in the mode
+    A pause costs nothing as long as blocks suffice. When blocks run out, paused requests are preempted (in the mode
     `preemption`). The prioritizer decides everything else; with a non-preemptive rule, such as first come, first
     served, no request is preempted for a more urgent one.
 
@@ -132,8 +132,8 @@ class Preemptive(FixedChunk):
         return refusal is None or refusal in _PASSED_OVER
 
     def _preempt_one(self, behind: list[RequestView], needing: RequestView | None, batch: BatchBuilder) -> bool:
-        """Preempt the least urgent request of `behind` that `needing` may preempt (None: a waiting request needs
-        blocks).
+        """Preempt the least urgent request of `behind` that may be preempted to free blocks for `needing`, a running
+        request, or for a waiting request if `needing` is None.
 
         Return False if no request could be preempted.
         """

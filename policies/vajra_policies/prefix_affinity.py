@@ -26,9 +26,10 @@ class PrefixAffinityConfig(PolicyConfig):
 class PrefixAffinity(BindsOnArrival):
     """Binds on arrival to the replica that caches the longest prefix of the prompt, if hit and load allow it.
 
-    The replica with the longest hit (among equals the less loaded one, then the lower id) gets the request if the hit
-    covers `min_hit_fraction` of the prompt and the replica has at most `max_imbalance_requests` requests more than the
-    least loaded one. Otherwise the least loaded replica gets it. While none is up, requests stay in the shared queue.
+    The replica with the longest hit gets the request (if hits are equal, the less loaded replica, then the lower id),
+    provided that the hit covers `min_hit_fraction` of the prompt and the replica has at most `max_imbalance_requests`
+    requests more than the least loaded one. Otherwise the least loaded replica gets it. While no replica is up,
+    requests stay in the shared queue.
 
     Source: exploit-or-explore as in Preble (arXiv:2407.00023); the two thresholds are those of Ray Serve's
     prefix-affinity router.

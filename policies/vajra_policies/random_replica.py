@@ -25,7 +25,7 @@ class RandomConfig(PolicyConfig):
 class RandomReplica(BindsOnArrival):
     """Binds on arrival to a replica drawn uniformly from those that are up.
 
-    While none is up, requests wait in the shared queue, from which the first replica that comes up takes them.
+    While no replica is up, requests wait in the shared queue, from which the first replica that comes up takes them.
 
     Source: random splitting, the baseline of Mitzenmacher (IEEE TPDS 2001).
     """

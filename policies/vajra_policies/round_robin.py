@@ -24,7 +24,7 @@ class RoundRobinConfig(PolicyConfig):
 class RoundRobin(BindsOnArrival):
     """Binds on arrival to the next replica, in order of id, after the one chosen last; skips replicas that are not up.
 
-    While none is up, requests wait in the shared queue, from which the first replica that comes up takes them.
+    While no replica is up, requests wait in the shared queue, from which the first replica that comes up takes them.
 
     Source: Vajra's scheduling architecture, round-robin replicaset scheduler.
     """

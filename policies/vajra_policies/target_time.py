@@ -1,7 +1,7 @@
 """Chunk sizes with which a step still meets its target time.
 
-Chunks are multiples of 32 tokens, so that kernels run full tiles, except at the end of a prompt, and where the prompt's
-present KV-parallel group becomes full.
+Chunks are multiples of 32 tokens, so that kernels run full tiles. Exceptions are the last chunk of a prompt, and a
+chunk that fills the prompt's present KV-parallel group.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class TargetTime:
         """Return the largest chunk of the request with which the step is predicted to take at most `target_s` seconds.
 
         The chunk has at least `min_chunk` tokens (or the rest of the prompt, if shorter), even if the step then takes
-        longer, so that a step that is not full always makes progress. If the token budget leaves less, the chunk is 0,
-        or in an empty step all of the budget.
+        longer, so that a step that is not full always makes progress. If the token budget leaves fewer tokens than
+        that, the chunk is 0 or, in an empty step, the whole budget.
         """
         cap = min(self._config.max_chunk, batch.tokens_left)
         num_remaining = batch.max_chunk(request)

@@ -116,7 +116,7 @@ def _show(answers: list[CapacityAnswer], slo: str, paths: list[Path], *, quiet: 
 
 
 def _text(answers: list[CapacityAnswer], slo: str, form: str) -> str:
-    """Return the answers as text for other programs; CSV contains the answers alone."""
+    """Return the answers as text for other programs; only CSV leaves out the differences between answers."""
     from vajra_py.experiment.capacity.plain_values import plain_values
     from vajra_py.experiment.capacity.tables import answer_table, difference_table
     from vajra_py.metrics.comparison.table_renderers import csv_table, latex, markdown
@@ -133,7 +133,7 @@ def _text(answers: list[CapacityAnswer], slo: str, form: str) -> str:
 
 
 class _Display:
-    """One line per setting: numbers of finished and requested runs, and the current run."""
+    """Progress display with one line per setting: numbers of finished and requested runs, and the current run."""
 
     def __init__(self, quiet: bool) -> None:
         self._progress: Progress | None = None if quiet else new_progress()

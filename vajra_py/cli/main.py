@@ -41,7 +41,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of failed writes whose exception does not name the file."""
+"""Error numbers for a full disk or an exhausted quota. The exception of such a write does not name the file."""
 
 
 class LazyCommands(click.Group):
@@ -83,9 +83,10 @@ def vajra(traceback: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with its code: 0 if it succeeded, 1 if not, 5 if a run rejected most requests, or
-    the code of the error (see `vajra_py.errors`): 2 wrong input, 3 a violation of the contract by a policy, 4 a step
-    that could not be executed, 130 an interruption.
+    """Run the command line and exit with its code.
+
+    0: success; 1: failure; 2: wrong input; 3: a violation of the contract by a policy; 4: a step that could not be
+    executed; 5: a run that rejected most requests; 130: an interruption. Codes of errors are in `vajra_py.errors`.
     """
     skip_collection_at_exit()
     # NumPy's OpenBLAS threads would otherwise spin for 25 ms at the start and after each matrix product.

@@ -82,7 +82,7 @@ def measured_latency(
 
 
 def named_values(given: Sequence[str], option: str = "--engine") -> dict[str, Any]:
-    """Return the values of a repeated option. Raises `ConfigError` for one that is not NAME=VALUE."""
+    """Return the values of a repeated option by name. Raises `ConfigError` for a value that is not NAME=VALUE."""
     import json
 
     from vajra_py.errors import ConfigError, Problem

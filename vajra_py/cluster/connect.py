@@ -36,8 +36,8 @@ class RayCluster:
 
     @property
     def is_there(self) -> bool:
-        """True while the cluster is connected; check before queries, as Ray would start a local cluster if the
-        connection is lost.
+        """True while the cluster is connected. Check this before queries: if the connection is lost, a query would make
+        Ray start a local cluster.
         """
         return bool(self.ray.is_initialized())
 

@@ -1,9 +1,9 @@
 """Transfer of an experiment's input files to the nodes of a cluster, and of result folders back.
 
-Each file is sent once: its bytes are put into the cluster's object store, keyed by their digest. A node works in a
-folder that repeats, below its workspace, the path of this machine's current folder, and writes files there under their
-relative paths, so that settings and results have the same paths as here. A file with an absolute path is written to
-that path; a different file there is an error.
+Each file is sent once: its bytes are put into the cluster's object store, keyed by their digest. A node works in
+the folder WORKSPACE/PATH, where PATH is the path of this machine's current folder. Files are written there under their
+relative paths, so that settings and results have the same paths as here. A file with an absolute path is written
+to that path; if the node has a different file at that path, this is an error.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Workspace:
         return Path(tempfile.gettempdir()) / self.name
 
     def enter(self, files: list[ShippedFile], fetch: Callable[[Any], bytes]) -> None:
-        """Change to the submitter's folder below `root`, and write the files there; those with an absolute path are
+        """Change to the submitter's folder below `root`, and write the files there. A file with an absolute path is
         written to that path. Raises `RunError` if a file cannot be written.
         """
         here = self.root / self.folder.lstrip("/")

@@ -64,7 +64,7 @@ class RayPool:
         self._num_empty = 0
 
     def submit(self, number: int, task: RunTask) -> None:
-        """See `RunPool`. Raises `OSError` if results could not be written, before anything is computed."""
+        """Queue a run; see `RunPool`. Raises `OSError` at once if the results could not be written."""
         _check_writable(task.path)
         place = RunFolder(task.path)
         try:
@@ -79,7 +79,7 @@ class RayPool:
         self._queue.append(number)
 
     def ends(self) -> Iterator[End]:
-        """See `RunPool`."""
+        """Yield the end of each run when it occurs; see `RunPool`."""
         try:
             while self._refused or self._queue or self._running:
                 while self._refused:
@@ -98,7 +98,7 @@ class RayPool:
             raise RunError(f"{what}. Finished runs are kept; repeat the same command to continue.") from None
 
     def close(self) -> None:
-        """See `RunPool`: cancel runs, and remove workspaces from the nodes."""
+        """Cancel runs, and remove the workspaces from the nodes; see `RunPool`."""
         if not self._cluster.is_there:
             return
         try:

@@ -69,7 +69,7 @@ class Rank:
     def import_kv(
         self, number: int, block_ids: Sequence[int], copies: Sequence[BlockCopy], part: Sequence[Any]
     ) -> RankCopy | BaseException:
-        """Copy KV that another rank has exported into KV blocks; `part` holds the reference to the exported KV."""
+        """Import KV of another rank into KV blocks of this rank; `part` holds the reference to the exported KV."""
         try:
             buffer = np.array(ray.get(part[0]))  # tensors need a writable copy
         except ray.exceptions.RayError:
@@ -82,7 +82,7 @@ class Rank:
 
     @ray.method(concurrency_group=WATCH)  # type: ignore[untyped-decorator]
     def watch(self) -> None:
-        """Block forever: the call ends only with the actor, so that its end reports the loss of the rank."""
+        """Block forever. The call ends only with the actor, so the end of the call reports the loss of the rank."""
         threading.Event().wait()
 
     def _place(self, device: str) -> str:

@@ -105,7 +105,10 @@ class RayWorker:
         self._loading = [one.load.remote(rendezvous) for one in self._actors]
 
     def wait_loaded(self) -> None:
-        """See `Worker`: waits for placement on the cluster first. Raises `ExecutorError` after a timeout."""
+        """Wait until all ranks are placed on the cluster and have loaded the model; see `Worker`.
+
+        Raises `ExecutorError` if placement takes too long.
+        """
         ready, _ = self._ray.wait([self._group.ready()], timeout=self._placement.timeout_s)
         if not ready:
             what = f"replica {self._replica[1]} of {self._replica[0]} needs {self._needs}"
@@ -118,12 +121,12 @@ class RayWorker:
 
     @property
     def facts(self) -> ModelFacts:
-        """See `Worker`."""
+        """Facts of the loaded model; see `Worker`."""
         assert self._facts is not None
         return self._facts
 
     def profile_num_blocks(self, memory_fraction: float) -> int:
-        """See `Worker`: the minimum over all ranks; ranks on one device share its memory."""
+        """Return the minimum number of KV blocks over all ranks; ranks on one device share its memory. See `Worker`."""
         devices = self.facts.device_ids  # one device id per rank
         return int(
             min(
@@ -137,7 +140,7 @@ class RayWorker:
         )
 
     def start(self, num_blocks: int, num_host_blocks: int, deliver: Deliver) -> None:
-        """See `Worker`."""
+        """Allocate KV blocks on all ranks, and start to deliver results; see `Worker`."""
         blocks = num_blocks // self._options.kv_groups
         self._all([one.call.remote("allocate", blocks, num_host_blocks) for one in self._actors])
         for rank, one in enumerate(self._actors):
@@ -147,17 +150,17 @@ class RayWorker:
         self._receiver.start()
 
     def submit(self, step: StepInput | LookaheadStep) -> None:
-        """See `Worker`."""
+        """Send the step to all ranks; see `Worker`."""
         name = "run" if isinstance(step, StepInput) else "run_ahead"
         for rank, one in enumerate(self._actors):
             self._expect(rank, one.call.remote(name, step))
 
     def load_adapter(self, load: LoadAdapter) -> None:
-        """See `Worker`; not reached, as adapters are rejected before workers are created on a cluster."""
+        """Raise `ExecutorError`; not reached, since adapters are rejected before workers are created on a cluster."""
         raise ExecutorError("a worker on a cluster has no slots for adapters")
 
     def copy_kv(self, copy: KvTask) -> None:
-        """See `Worker`: KV is sent from rank to rank through the object store, not through this process."""
+        """Start a copy of KV; see `Worker`. KV goes from rank to rank through the object store, not this process."""
         for rank, one in enumerate(self._actors):
             if isinstance(copy, KvExport):
                 done, content = one.export_kv.remote(copy.number, copy.block_ids)
@@ -169,7 +172,7 @@ class RayWorker:
             self._expect(rank, done)
 
     def close(self) -> None:
-        """See `Worker`."""
+        """End the actors, and free their place on the cluster; see `Worker`."""
         from ray.util.placement_group import remove_placement_group
 
         with self._closes:
@@ -185,12 +188,12 @@ class RayWorker:
             self._actors = []
 
     def discard(self) -> None:
-        """See `Worker`: actors are killed, as by `close`."""
+        """End the actors, as `close` does; see `Worker`."""
         self.close()
 
     def _all(self, references: Sequence[Any]) -> list[Any]:
-        """Return each rank's result; raise the first error at once, since other ranks may wait forever for a failed
-        one.
+        """Return each rank's result. Raise the first error at once, since other ranks may wait forever for a failed
+        rank.
         """
         waiting = list(references)
         while waiting:
@@ -200,7 +203,7 @@ class RayWorker:
         return [self._answer(one) for one in references]
 
     def _answer(self, reference: Any) -> Any:
-        """Return an actor's response. Raises the error it responded with, or `ExecutorError` if it is gone."""
+        """Return an actor's response. Raises the error in the response, or `ExecutorError` if the actor is gone."""
         try:
             answer = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:

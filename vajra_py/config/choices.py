@@ -64,7 +64,10 @@ def _registered(name: str) -> type[BaseModel] | None:
 
 
 class PluginParts:
-    """Checks and completes one tree; after `check`, `data` is the completed tree in ordinary dicts and lists."""
+    """Checks and completes the parts of one tree that plug-ins define.
+
+    After `check`, `data` is the completed tree in ordinary dicts and lists.
+    """
 
     def __init__(self, root: Entries, registry: Registry, base_folder: Path | None = None) -> None:
         """Store the tree to check.
@@ -194,7 +197,7 @@ class PluginParts:
                     self._found(at, message, f"Allowed: 0 to {len(rates)}")
 
     def _policy(self, layer: Layer, path: KeyPath, choice: Any) -> PolicyChoice | None:
-        """Return the completed choice; None if it is wrong."""
+        """Return the choice of a layer's policy with complete parameters; None if the choice is wrong."""
         known = self._registry.policy_names(layer)
         if choice is None:
             self._found(path, "is missing", did_you_mean("", known))
@@ -425,7 +428,7 @@ class PluginParts:
 
 
 def workload_annotation() -> Any:
-    """Return the union of the models of all workloads. They are imported only now, when a file is loaded."""
+    """Return the union of the models of all workloads. The models are imported by this call, when a file is loaded."""
     from vajra_py.workload.config import WorkloadConfig
 
     return WorkloadConfig

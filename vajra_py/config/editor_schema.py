@@ -201,8 +201,8 @@ def _summary(summary: str, package: str, version: str) -> str:
 
 
 def _embedded(adapter: TypeAdapter[Any], definitions: Schema) -> Schema:
-    """Return a model's schema after its definitions were moved into `definitions`; a definition is renamed if a
-    different one has the same name there.
+    """Return a model's schema without its definitions, which are moved into `definitions`. A definition is renamed if
+    `definitions` has a different one of the same name.
     """
     schema = adapter.json_schema(mode="validation")
     renamed: dict[str, str] = {}

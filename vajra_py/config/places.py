@@ -1,7 +1,7 @@
 """Source locations (file and line) of configuration values.
 
-Between reading and validation a configuration is plain data: dicts and lists that also store the places of their
-values, so that a file, overrides, a preset and a point of a sweep can be merged and a mistake is still reported at its
+Between reading and validation, a configuration is plain data: dicts and lists that also store the places of their
+values. A file, overrides, a preset and a point of a sweep can thus be merged, and a mistake is still reported at its
 origin. A place is looked up only when an error is reported. Trees are immutable; edits return a new tree that shares
 the unchanged parts.
 """
@@ -118,7 +118,7 @@ def in_order(findings: Iterable[Finding]) -> list[Problem]:
 
 
 def written_at(place: Place, value: Any) -> Any:
-    """Return an ordinary value as a tree with a single place."""
+    """Return an ordinary value as a tree in which every value has this place."""
     if isinstance(value, Mapping):
         return Entries({str(key): written_at(place, child) for key, child in value.items()}, place)
     if isinstance(value, list | tuple):

@@ -364,8 +364,8 @@ class SystemConfig(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Put `scheduling.admission` back, and omit `programs` at its defaults, as in the written form of older
-        files.
+        """Put `scheduling.admission` back, and omit `programs` at its defaults, so that the written form of older files
+        stays the same.
         """
         data: dict[str, Any] = handler(self)
         if self.programs == ProgramsConfig():

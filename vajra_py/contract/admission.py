@@ -15,7 +15,7 @@ class Accept:
     """Decision to accept the request; each field that is set changes the request."""
 
     max_tokens: int | None = None
-    """New limit on output tokens, if below the request's own; None keeps its limit."""
+    """New limit on output tokens, used if it is below the request's own limit; None keeps the request's limit."""
     slo_class: str | None = None
     """New SLO class; None keeps the request's class."""
     replicaset: str | None = None
@@ -44,9 +44,9 @@ class Defer:
     holds_rest: bool = False
     """True if the deferred requests behind this one wait until this one is no longer deferred.
 
-    The requests behind it are those of its replicaset that follow it by priority, then by submission. When the policy
-    is woken or a request ends, the policy is called for them only if it no longer defers this request. No effect if
-    `until` is set.
+    The requests behind this one are those of the same replicaset that follow by priority, then by submission. When the
+    policy is woken or a request ends, the policy is called for the requests behind this one only if it no longer defers
+    this one. No effect if `until` is set.
     """
 
 
@@ -71,7 +71,10 @@ class AdmissionPolicy(Protocol):
 
 @runtime_checkable
 class Scaler(Protocol):
-    """Sets the number of replicas of each pool of a replicaset. Without a scaler, all are up from the start."""
+    """Sets the number of replicas of each pool of a replicaset.
+
+    Without a scaler, all replicas are up from the start.
+    """
 
     def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
         """Return the target number of replicas (starting or up) by pool name; a pool left out keeps its last target.

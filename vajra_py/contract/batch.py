@@ -140,9 +140,9 @@ class BatchBuilder(Protocol):
     def hand_off(self, request: RequestView) -> Refusal | None:
         """Move a running request with its KV to another replica now, in the middle of its prompt or while it decodes.
 
-        The replicaset scheduler chooses the target (`PlacesAfterPrompt`), as after a prompt; if it returns None or this
-        replica, the request continues here. The target computes the rest of an unfinished prompt. Refused with
-        `NO_TARGET`, `STAYS`, `IN_FLIGHT`, or with `ALREADY_SCHEDULED` if the request is in the batch.
+        The replicaset scheduler chooses the target (`PlacesAfterPrompt`), as after a prompt; if the scheduler returns
+        None or this replica, the request continues here. The target computes the rest of an unfinished prompt. Refused
+        with `NO_TARGET`, `STAYS`, `IN_FLIGHT`, or with `ALREADY_SCHEDULED` if the request is in the batch.
         """
 
     def drop(self, request: RequestView, reason: str) -> None:
@@ -175,16 +175,17 @@ class BatchBuilder(Protocol):
     def blocks_needed(self, request: RequestView, num_tokens: int, *, in_steps: bool = False) -> int:
         """Return the number of free blocks needed for the request to hold its first `num_tokens` tokens.
 
-        The number includes idle cached blocks of its prefix hit, since they are free now, but neither blocks that the
-        request holds already nor blocks of its prefix hit that other requests hold. With `in_steps`, several steps
-        compute the tokens, so blocks that leave the model's sliding windows in the meantime are not counted.
+        Idle cached blocks of the request's prefix hit are included, since they are free now. Blocks that the request
+        holds already are not included, nor are blocks of its prefix hit that other requests hold. With `in_steps`,
+        several steps compute the tokens, so blocks that leave the model's sliding windows in the meantime are not
+        counted.
         """
 
     def max_chunk(self, request: RequestView) -> int:
         """Return the size in tokens of the largest chunk that may be added: the remaining tokens of the request.
 
-        For a waiting request, these begin after its prefix hit. With KV parallelism, a chunk also ends at the boundary
-        of the request's present group.
+        The remaining tokens of a waiting request begin after its prefix hit. With KV parallelism, a chunk also ends at
+        the boundary of the request's present group.
         """
 
     def features(self) -> BatchFeatures:

@@ -41,9 +41,9 @@ class EmitFigure(Protocol):
     def __call__(self, name: str, value: float, now: float, request: RequestView | None = None) -> None:
         """Record `value` under `name` (lower-case letters, digits, underscores) at `now`, optionally for a request.
 
-        Runs that write results store it in `emitted.parquet`; otherwise it is dropped. Steps that a simulator repeats
-        without calling the policy (`SchedulerTraits.repeats_decodes`) emit nothing. Raises `ValueError` for an invalid
-        name or a value that is not finite.
+        A run that writes results stores the value in `emitted.parquet`; other runs drop it. Steps that a simulator
+        repeats without calling the policy (`SchedulerTraits.repeats_decodes`) emit nothing. Raises `ValueError` for an
+        invalid name or a value that is not finite.
         """
 
 
@@ -63,7 +63,8 @@ class WakeUps(Protocol):
     def at(self, time_s: float, key: str = "") -> None:
         """Wake this policy at `time_s`, seconds on the run's clock; a time in the past means now.
 
-        A policy has one wake-up per key; setting it again moves it. Raises `ValueError` for a time that is not finite.
+        A policy has one wake-up per key; a further call with the same key moves it. Raises `ValueError` for a time that
+        is not finite.
         """
 
     def cancel(self, key: str = "") -> None:
@@ -129,8 +130,8 @@ class SharedState:
 class PolicyContext:
     """Services for one policy object. `emit` and `wake` belong to this policy alone.
 
-    A replica scheduler or retention policy gets limits and latency model of its replica; if replicas differ, other
-    policies get the largest value of each limit.
+    A replica scheduler or retention policy gets the limits and the latency model of its own replica. Other policies get
+    the largest value of each limit over all replicas.
     """
 
     limits: ReplicaLimits

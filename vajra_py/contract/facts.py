@@ -34,8 +34,7 @@ class FactInfo:
 
     Attributes:
         meaning: One sentence for the documentation, without full stop; units follow from the kind.
-        body: Field of an HTTP body; empty: the field is the fact's name, in which durations have `_ms` in place of
-            `_s`.
+        body: Field of an HTTP body; empty: the fact's name, for durations with `_ms` in place of `_s`.
         headers: HTTP headers in order of precedence; None: `x-` and the body's field with dashes.
         seen_as: Name in `RequestView` and in the requests table; empty: the fact's name; None: omitted there.
         span: Attribute of a request's span; empty: `vajra.request.` and the name; None: omitted there.

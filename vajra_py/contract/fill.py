@@ -1,7 +1,7 @@
-"""Vajra's batch formation: decodes first, then prompts in order of urgency, with chunks sized by a rule.
+"""Vajra's batch formation: decodes first, then prompts in order of urgency, with chunks sized by a function.
 
-Vajra's replica schedulers share this loop: a policy that only changes the chunk size passes one function to `fill`. The
-cost of a step without waiting prompts does not depend on the number of decodes.
+Vajra's replica schedulers share this loop: a policy that only changes the chunk size passes a `ChunkRule` to `fill`. If
+no prompt waits, the cost of forming a step does not depend on the number of decodes.
 
 Source: Vajra's scheduling architecture (three-phase batch formation); Sarathi-Serve (OSDI'24) for stall-free batching.
 """
@@ -35,15 +35,15 @@ def fill(
     """Form a step: add every decode, with preemptions if blocks are lacking, then partial prefills and waiting prompts
     by urgency.
 
-    A decode that lacks a block preempts the least urgent partial prefill, or if there is none the least urgent decode,
-    which may be the decode itself. If the host has no room for swapping, the victim is recomputed. Prompts come from
-    two queues, partial prefills and waiting requests; the more urgent of the two heads is next, and a partial prefill
-    wins ties. A prompt that cannot be added is skipped; after ten skipped prompts, no further one is admitted in this
-    step. A prompt's memory is reserved according to the replica's reservation option.
+    A decode that lacks a block preempts the least urgent partial prefill. Without partial prefills, it preempts the
+    least urgent decode, possibly itself. If the host has no room for swapping, the victim is recomputed. Prompts come
+    from two queues, partial prefills and waiting requests; the more urgent of the two heads is next, and a partial
+    prefill wins ties. A prompt that cannot be added is skipped; after ten skipped prompts, no further prompt is
+    admitted in this step. A prompt's memory is reserved according to the replica's reservation option.
 
-    Prompts do not preempt other requests, with one exception: no request could run, because partial prefills hold all
-    memory and none of them can grow. Then the least urgent of them are preempted until the most urgent one can grow.
-    This is only possible with the reservation option `incremental`.
+    Prompts do not preempt other requests, with one exception: if partial prefills hold all memory and none of them can
+    grow, no request could run. Then the least urgent partial prefills are preempted until the most urgent one can grow.
+    This can only happen with the reservation option `incremental`.
     """
     add_all_decodes(replica, batch, preemption_mode)
     if batch.slots_left <= 0 or batch.tokens_left <= 0:
@@ -96,8 +96,8 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
             if queued is not None and (
                 in_progress is None or replica.urgency(queued)[:1] < replica.urgency(in_progress)[:1]
             ):
-                # Do not read the next waiting request yet: once `request` is admitted, the next one is the head of its
-                # queue, and the head of a queue is read fastest.
+                # Do not read the next waiting request yet: once `request` is admitted, the next waiting request is the
+                # head of the queue, and the head is read fastest.
                 request, queued, has_looked = queued, None, False
         if request is None:
             break
@@ -117,7 +117,7 @@ def add_prompts(replica: LocalReplicaView, batch: BatchBuilder, next_chunk: Chun
             if refusal is Refusal.BATCH_FULL or refusal is Refusal.TOKEN_BUDGET:
                 break
             if refusal is Refusal.JUST_PREEMPTED:
-                continue  # victims of this step do not count towards MAX_SKIPPED
+                continue  # requests preempted in this step do not count towards MAX_SKIPPED
             if refusal is Refusal.KV_BLOCKS and request.is_resident:
                 all_can_grow = False
         num_skipped += 1
@@ -135,8 +135,8 @@ def _free_the_most_urgent(
     """Preempt partial prefills, the least urgent first, until the most urgent one has the blocks for its next chunk."""
     partial = list(replica.partial_prefills())
     if len(partial) < replica.num_running:
-        # This step has no decodes, so the other running requests are in flight: they may free enough blocks when their
-        # step ends.
+        # This step has no decodes, so the running requests that are not in `partial` are in flight. They may free
+        # enough blocks when their step ends.
         return
     first = partial[0]
     while len(partial) > 1:

@@ -189,8 +189,8 @@ class Observer:
         """Called when a transfer of a request's KV begins; the KV of `num_tokens` tokens is sent to reserved blocks of
         the target.
 
-        With `hand_off.overlap`, called when the computation of the prompt begins, and again with the smaller number if
-        the request leaves with fewer tokens.
+        With `hand_off.overlap`, called when the computation of the prompt begins. If the request later leaves with
+        fewer tokens, called again with the smaller `num_tokens`.
         """
 
     def on_transfer_end(

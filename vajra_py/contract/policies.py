@@ -188,9 +188,9 @@ class ReplicasetScheduler(Protocol):
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
         """Return the ids of shared-queue requests that the replica may admit in its next step; a lazy iterable is fine.
 
-        Called when the replica's scheduler reads its waiting requests while the shared queue is not empty, and to find
-        out whether an idle replica could run any of them. A request stays in the queue until a replica's scheduler
-        admits it.
+        Called only while the shared queue is not empty: when the replica's scheduler reads the waiting requests, and to
+        find out whether an idle replica could run any request of the queue. A request stays in the queue until a
+        replica's scheduler admits it.
         """
 
 
@@ -208,9 +208,9 @@ class PlacesAfterPrompt(Protocol):
     ) -> ReplicaId | None:
         """Return the id of the replica that continues a request after its prompt, or after `BatchBuilder.hand_off`.
 
-        None: the request continues on its present replica, unless that is a prefill replica: there it waits, and the
-        method is called again later. With `hand_off.when_full: hold`, it is also called again while the chosen replica
-        is full.
+        With None, the request continues on its present replica. If that is a prefill replica, the request waits there
+        instead, and the method is called again later. With `hand_off.when_full: hold`, the method is also called again
+        while the chosen replica is full.
         """
 
 
@@ -273,11 +273,11 @@ class RefusesRequests(Protocol):
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
         """Return the reason why the request, or others because of it, might wait for ever; None if this cannot happen.
 
-        Called before the request is queued, for the scheduler of each replica that could serve it, until a scheduler
-        returns None; if none does, the first reason is sent to the client. A preempted request must be able to resume,
-        so consider its largest length, `num_prompt_tokens + max_tokens - 1` tokens to compute. The result must not
-        depend on load, since requests that could be served later would otherwise be refused. Use `BatchBuilder.drop`
-        for requests that already wait.
+        Called before the request is queued, on the scheduler of one replica after another, among those that could serve
+        it, until one returns None. If none does, the request is refused, and the client gets the first reason. A
+        preempted request must be able to resume, so consider its largest length, `num_prompt_tokens + max_tokens - 1`
+        tokens to compute. The result must not depend on load, since requests that could be served later would otherwise
+        be refused. Use `BatchBuilder.drop` for requests that already wait.
         """
 
 

@@ -1,8 +1,9 @@
 """Protocols of retention policies: order of eviction of cached KV blocks, pins, and expiry.
 
-A retention policy ranks idle blocks, which no request holds and later requests may hit, by a key with a declared
-motion, as a prioritizer ranks requests. The block with the lowest key is evicted first, but never before the blocks
-that continue it in its chain. One object serves the device memory of one replica, or one memory tier below it.
+An idle block is a cached block that no request holds; later requests may hit it. A retention policy ranks idle blocks
+by a key, as a prioritizer ranks requests, and declares when keys may change (`key_motion`). The block with the lowest
+key is evicted first, but never before the blocks that continue it in its chain. One object serves the device memory of
+one replica, or one memory tier below it.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class RetentionPolicy(Protocol):
     def key_motion(self) -> KeyMotion:
         """Volatility of the keys; read once, when the policy is built.
 
-        `STATIC` and `PROGRESS`: a key is read when the block becomes idle and no block continues it, and holds until a
-        request uses the block. `TIME_LINEAR`: the key follows `line` from that reading on. `ARBITRARY`: all keys are
-        re-read whenever blocks are lacking. `VOLATILE`: all keys are re-read for each evicted block.
+        `STATIC` and `PROGRESS`: a key is read as soon as the block is idle and no cached block continues it; the key is
+        valid until a request uses the block. `TIME_LINEAR`: the key follows `line` from that reading on. `ARBITRARY`:
+        all keys are re-read whenever blocks are lacking. `VOLATILE`: all keys are re-read for each evicted block.
         """
 
     def key(self, block: CachedBlock, now: float) -> Key:
@@ -98,7 +99,7 @@ class ExpiresContent(Protocol):
     def expires_at(self, block: CachedBlock) -> float | None:
         """Return the time from which an idle block can no longer be hit, seconds on the run's clock; None: no expiry.
 
-        Read when the block becomes idle. A block that other cached blocks continue expires only after these are gone.
+        Read when the block becomes idle. A block that other cached blocks continue expires only after those blocks.
         """
 
 

@@ -104,7 +104,7 @@ class LearnsPlacements(Protocol):
         """Called after the request was placed; `placements` holds replicas by profile ("default", "prefill", "decode").
 
         Called again, with the newly chosen profile, if the request is placed again. A part is notified before the
-        producers that it reads, whose figures thus do not include the placement yet.
+        producers that it reads, so their figures do not include this placement yet.
         """
 
 

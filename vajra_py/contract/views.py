@@ -264,7 +264,7 @@ class PoolView(Protocol):
     @property
     def num_queued(self) -> int:
         """Number of queued requests: those in its replicas' queues, those in the shared queue if its replicas may pull
-        from it, and those whose prompt one of its replicas will compute once a decode replica has blocks for them.
+        from it, and those whose prompt the pool computes only once a decode replica has free blocks for them.
         """
 
     @property

@@ -2,9 +2,9 @@
 
 If a policy declares that it repeats decodes (`SchedulerTraits.repeats_decodes`), the worker gets, together with a step,
 the decodes that will probably be in the next step, and submits them to the device before it waits for the step's
-tokens. The policy then decides as usual. Started rows that it selects are used; the others, such as rows of requests
-that ended or were preempted, are dropped. The rest of the step (such as chunks of new requests) is computed after the
-started rows. So decisions, records and tokens do not depend on look-ahead.
+tokens. The policy then decides the next step as usual. Started rows (one per decode) that the policy selects are used;
+the others, such as rows of requests that ended or were preempted, are dropped. The rest of the step (such as chunks of
+new requests) is computed after the started rows. So decisions, records and tokens do not depend on look-ahead.
 
 Invariants:
     - This module does not change the mechanism, nor the executor's record of the worker's state.
@@ -27,7 +27,7 @@ MOST_SPARE_BLOCKS = 64
 
 
 def spare_blocks(max_requests: int) -> int:
-    """Return the number of blocks that a worker keeps for rows started ahead."""
+    """Return the number of blocks that a worker keeps for rows that are started ahead and need a new block."""
     return min(max_requests, MOST_SPARE_BLOCKS)
 
 
@@ -66,7 +66,7 @@ class LookAhead:
         self._started = None
 
     def _rows(self, plan: StepPlan) -> Iterator[tuple[Request, int]]:
-        """Yield each request that will probably decode next, and the number of its tokens computed before that."""
+        """Yield each request that will probably decode next, and its number of computed tokens before that decode."""
         if plan.pool is not None:
             ending = set(plan.pool.ending_in_flight())
             yield from ((one, one.num_computed_tokens) for one in plan.pool if one not in ending)

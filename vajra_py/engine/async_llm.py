@@ -167,7 +167,7 @@ class AsyncLLM(EngineClient):
         """Swap a policy between two steps while requests are served; return the old and the new policy.
 
         Raises `ConfigError`, or the error that the new policy raises when it is built or first called, or the engine's
-        error if it has ended; the old policy then stays.
+        error if the engine has ended; the old policy then stays.
         """
         assert self.engine is not None
         named = layer_of(layer)

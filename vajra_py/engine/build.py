@@ -1,6 +1,6 @@
 """Load workers and build their controller, from an experiment's settings.
 
-Errors that can be detected without a model (settings, policies, files) are raised before one is loaded.
+Errors that can be detected without a model (settings, policies, files) are raised before a model is loaded.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class WorkerMaker:
         return cls(services, options, ordinals, settings.workers == "in_process")
 
     def begin(self, replica: ReplicaKey) -> Worker:
-        """Return a worker that is loaded, or still loading in its own processes; the caller waits for it."""
+        """Return a worker that is loaded, or still loading in its own processes; the caller calls `wait_loaded`."""
         services, options, ordinal = self.services, self.options[replica], self.ordinals[replica]
         if services.make_worker is not None:
             return services.make_worker(replica, options)
@@ -314,7 +314,7 @@ class Engine:
         }
 
     def _described_pools(self, replicaset: str) -> dict[str, object]:
-        """Return the number of KV blocks per replica; with named pools, this and `max_model_len` for each pool."""
+        """Return the number of KV blocks of each replica; with named pools, that number and `max_model_len` by pool."""
         replicas = {one.parts.pool: one for one in reversed(self.controller.replicasets[replicaset].replicas)}
         if not self.config.effective_replicasets[replicaset].pools:
             return {"num_blocks": replicas[DEFAULT_POOL].limits.num_blocks}
@@ -359,8 +359,8 @@ def _dry_controller(config: SystemConfig, services: EngineServices, sizes: Mappi
 def _probe(controller: Controller, *, strict: bool = False) -> None:
     """Call every policy with a synthetic request, so that missing settings are reported at start-up.
 
-    Raises the policy's `ConfigError`; its other errors are raised only if `strict`, else ignored, since the run raises
-    them if they occur again.
+    Raises a policy's `ConfigError`. Other errors of a policy are raised only if `strict` is set; otherwise they are
+    ignored, since the run raises them if they occur again.
     """
     for name, replicaset in controller.replicasets.items():
         num_tokens = max(1, min(_PROBE_TOKENS, replicaset.bounds.max_model_len - 1))

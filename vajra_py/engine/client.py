@@ -41,7 +41,7 @@ class EngineClient:
     """One engine, and the accepted requests that have not ended.
 
     Attributes:
-        tokenizers: tokenizer of each replicaset's model; None if it has none.
+        tokenizers: by replicaset, the tokenizer of its model; None for a model without tokenizer.
         engine: the loaded engine; set after loading.
         loop: the engine's loop; set by `start`.
         refusal: creates the exception for a request that is not accepted.
@@ -129,9 +129,9 @@ class EngineClient:
                 self.loop.abort(request_id)
 
     def request_swap(self, change: PolicyChange, done: Callable[[Swapped | VajraError], None]) -> None:
-        """Request a policy swap between two steps; `done` is called in the loop's thread.
+        """Request a policy swap between two steps; `done` is called with the result in the loop's thread.
 
-        Raises the exception that `refusal` creates.
+        If the engine accepts no requests now, raises the exception that `refusal` creates.
         """
         with self._gate:
             if not self._accepts:
@@ -142,8 +142,7 @@ class EngineClient:
     async def swap(self, change: PolicyChange) -> Swapped:
         """Swap a policy between two steps, and return the result.
 
-        Raises the exception that `refusal` creates, or the error that makes the swap impossible; the old policy then
-        stays.
+        Raises like `request_swap`. Also raises the error that makes the swap impossible; the old policy then stays.
         """
         event_loop = asyncio.get_running_loop()
         answer: asyncio.Future[Swapped | VajraError] = event_loop.create_future()

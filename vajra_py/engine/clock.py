@@ -1,8 +1,8 @@
 """Wall clock of an engine run, and waiting for the next event.
 
 Time is read once per turn of the loop, so that decisions depend on recorded ticks only. A tick is a picosecond, as in
-the whole package, but the clock returns multiples of a nanosecond: in the first weeks of a run, a time that was written
-to a file in seconds reads back as the same tick.
+the whole package, but the clock returns multiples of a nanosecond. So during the first weeks of a run, a tick can be
+written to a file as a number of seconds, and reading that number gives the same tick.
 """
 
 from __future__ import annotations

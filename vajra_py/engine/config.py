@@ -265,7 +265,7 @@ class ModelBackendConfig(Section):
         return {name: str(self.of(name).model) for name in replicasets}
 
     def problems(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-        """Return a problem for each setting of a replicaset that this backend supports on no machine."""
+        """Return a problem for each setting of a replicaset that this backend does not support on any machine."""
         raise NotImplementedError
 
     def problems_here(self, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:

@@ -25,7 +25,7 @@ class NgramRules:
 def may_have_drafts(sampling: SamplingParams) -> bool:
     """Return True if several tokens of a request can be verified in one step.
 
-    The sampler verifies several only for requests without penalties, constraints on tokens, `min_tokens` and
+    The sampler verifies several tokens only for requests without penalties, constraints on tokens, `min_tokens` and
     `logprobs`.
     """
     is_free = not needs_history(sampling) and not forbids_tokens(sampling)

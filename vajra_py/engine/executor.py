@@ -61,8 +61,8 @@ class _Step:
     Attributes:
         entries: by slot, the request whose row the step computes.
         sampled: by slot, the request and output buffer of a row that is sampled.
-        scored: by slot, the output buffer of a request with prompt tokens to score, and the total number of its prompt
-            tokens that will have been scored at the end of the step.
+        scored: by slot, the output buffer of a request with prompt tokens to score, and the number of its prompt tokens
+            that are scored by the end of this step, including those of earlier steps.
         drafts: by slot, the drafts to verify.
     """
 
@@ -161,7 +161,7 @@ class EngineExecutor:
     # Called by the engine loop
 
     def expect(self, request: Request, submission: Submission) -> None:
-        """Register a request that may run on this replica; the worker has no valid state of it."""
+        """Register a request that may run on this replica; state of it that the worker still has is dropped."""
         self._submissions[request] = submission
         self.leave(request)
 
@@ -214,10 +214,10 @@ class EngineExecutor:
         return [request for request, row in self._rows.items() if row.slot in slots]
 
     def parts(self, step: StepInput, suspects: Collection[Request]) -> list[StepInput]:
-        """Split a step into parts with the same results in total, where each of `suspects` has a part of its own.
+        """Split a step into parts that together have the same results; each of `suspects` gets a part of its own.
 
         Suspects are requests that may have made a worker fail. Chunks stay in order, since a chunk may read KV blocks
-        that an earlier one writes.
+        that an earlier chunk writes.
         """
         apart = {row.slot for request in suspects if (row := self._rows.get(request)) is not None}
         rows: list[tuple[list[Chunk], list[int]]] = [([], [slot for slot in step.decodes if slot not in apart])]
@@ -235,10 +235,9 @@ class EngineExecutor:
     ) -> LookaheadDecodes | None:
         """Return decodes to start ahead, one for each of `rows`; None if there are none, or if they cannot start ahead.
 
-        A row is a request and the number of its tokens that are computed before the decode; rows of requests that have
-        `max_model_len` tokens are left out. Decodes cannot start ahead if a request has penalties, bad words of several
-        tokens or log-probabilities, since its decode could not be undone, or if more than `num_spare` rows need a new
-        block.
+        A row is a request and the number of its tokens that are computed before the decode. Requests that have
+        `max_model_len` tokens are left out. No decode starts ahead if more than `num_spare` rows need a new block, or
+        if any request has penalties, bad words of several tokens or log-probabilities: its decode could not be undone.
         """
         decodes, growing = [], []
         for request, num_computed in rows:
@@ -324,7 +323,7 @@ class EngineExecutor:
     def _add_same_pool(
         self, pool: DecodePool, last: _PoolRows, memory: KvMemory, changes: _Changes, step: _Step
     ) -> None:
-        """Add the members of the last step's pool; only members that began a new block are examined."""
+        """Add a pool whose members are those of the last step; only members that began a new block are examined."""
         for request in pool.began_blocks():
             self._send_table(request, self._rows[request], memory, changes)
         changes.decodes = last.slots
@@ -373,11 +372,11 @@ class EngineExecutor:
     def _add_drafts(
         self, entry: PlannedChunk, drafts: PlannedDrafts, memory: KvMemory, changes: _Changes, step: _Step
     ) -> None:
-        """Add a decode with its drafts, as a chunk with the ids of all these tokens."""
+        """Add a decode and its drafts as one chunk, which holds the ids of the newest token and of the drafts."""
         request, start = entry.request, entry.num_computed_before
         row = self._row(request, changes)
         self._send_table(request, row, memory, changes)
-        # Only these blocks count as sent: later ones hold only drafts, and may be replaced if the drafts are rejected.
+        # Later blocks do not count as sent: they hold only drafts, and may be replaced if the drafts are rejected.
         row.num_blocks[0] = drafts.num_kept_blocks
         row.goes_on = False
         proposed = self._proposals[request][1][: drafts.num_tokens] if drafts.num_tokens else []

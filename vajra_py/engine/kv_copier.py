@@ -5,8 +5,8 @@ other.
 
 Invariants:
     - A copy reads KV that earlier steps have written; on a GPU, the copy waits on the device for these steps.
-    - A step that writes a newly taken device block first waits until no copy reads or writes that block; a copy to the
-      device waits in the same way for copies to the host. Steps wait for no other copies.
+    - Before a step writes a newly taken device block, it waits until no copy reads or writes that block. Steps wait for
+      no other copies. Before a copy to the device writes a block, it waits until no copy to the host reads that block.
     - After a failed copy, no further copy starts and every later step fails.
 """
 
@@ -57,8 +57,8 @@ class KvCopier:
         Raises `ExecutorError` after a failed copy.
         """
         runner = cast(KvRunner, self._runner)
-        # Decodes that start ahead are submitted before this copy. Such a decode may belong to a request that has ended,
-        # and write a block that is now a target of this copy: submitted later, it would overwrite the copied KV.
+        # Decodes that start ahead are submitted before this copy. A decode of a request that has ended meanwhile may
+        # write a block that is now a target of this copy: submitted after the copy, it would overwrite the copied KV.
         cast(LookaheadRunner, runner).begin_ahead()
         self._wait_for(_loaded(move.before))
         if move.before:
@@ -71,7 +71,7 @@ class KvCopier:
         self._go_on(lane)
 
     def wait_before(self, work: StepInput | LookaheadStep) -> None:
-        """Wait for copies that read or write blocks which the step starts to write.
+        """Wait for copies that read or write blocks that the step writes first: newly taken blocks and copy targets.
 
         Raises `ExecutorError` after a failed copy.
         """
@@ -127,7 +127,7 @@ class KvCopier:
             self._make(move, after)
 
     def _is_next_free(self, lane: _Lane) -> bool:
-        """Return True if there is a next copy and no copy to the host still reads blocks that it overwrites."""
+        """Return True if a copy is queued and no copy to the host still reads blocks that the queued one overwrites."""
         if not lane.moves:
             return False
         return lane is self._down or self._down.busy.keys().isdisjoint(device_blocks(lane.moves[0][0].copies))

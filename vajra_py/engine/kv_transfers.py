@@ -24,10 +24,10 @@ class _UnderWay:
 
 
 class KvTransfers:
-    """Transfers in flight. The source's worker copies its blocks into a buffer that is sent to the target's worker."""
+    """Transfers in flight. The source's worker copies blocks into a buffer, which is sent to the target's worker."""
 
     def __init__(self, notify: Callable[[KvImported], None]) -> None:
-        """`notify` is called with the message that ends a transfer of no blocks."""
+        """`notify` is called with the message that ends a transfer whose target lacks no blocks."""
         self._notify = notify
         self._under_way: dict[tuple[str, int], _UnderWay] = {}
 
@@ -36,7 +36,7 @@ class KvTransfers:
         return len(self._under_way)
 
     def begin(self, transfer: Transfer[EngineReplica]) -> None:
-        """Start to copy the blocks that the target lacks; a transfer of no blocks ends in the loop's next turn."""
+        """Start to copy the blocks that the target lacks; if there are none, the transfer ends in the next turn."""
         source, target = transfer.source, transfer.target
         source_blocks, target_blocks = _blocks(transfer, source), _blocks(transfer, target)
         key = _key(transfer)

@@ -1,9 +1,9 @@
 """The engine's loop: a driver's backend that computes steps with workers, on the wall clock.
 
-One thread works in turns. A turn reads the clock once, and handles what has become known as of that tick, in the
-driver's order: one completed step (or one finished transfer or copy of KV, or one replica lost or restarted; further
-ones wait for the next turns), then all arrivals, expiries, aborts and policy changes, then the forming of steps. Ticks
-of turns strictly increase. So a simulator that is given the same events at the same ticks makes the same decisions.
+One thread works in turns. A turn reads the clock once, and the ticks of turns strictly increase. A turn handles what
+has become known by its tick, in the driver's order: at most one message about a worker (such as a completed step, a
+finished copy of KV or a lost replica), then all arrivals, expiries, aborts and policy changes, then the forming of
+steps. So a simulator that gets the same events at the same ticks makes the same decisions.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._outages = Outages(controller, self._replicas, options.wait_s)
         self._stops = False
         self._stalled_at = -1
-        """Value of `num_steps` when it was last logged that requests make no progress."""
+        """Value of `num_steps` at the latest log message about requests without progress; -1 before the first one."""
         self._submissions: dict[Request, Submission] = {}
 
     @property
@@ -220,9 +220,9 @@ class EngineLoop(Backend[EngineReplica]):
 
     @property
     def _awaits_restart(self) -> bool:
-        """True if the loop has to wait for a restarting replica.
+        """True if a replica is being restarted and the loop has to wait for it.
 
-        That is so if requests will arrive, if unfinished requests may need the replica, or if all replicas are lost.
+        It has to on a server, if there are unfinished requests, or if all replicas are lost.
         """
         is_needed = self._options.serves or self.controller.num_alive > 0 or self.num_lost == len(self._replicas)
         return bool(self._outages.restarting) and is_needed
@@ -300,7 +300,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._report_progress()
 
     def _report_progress(self) -> None:
-        """Call `on_progress` of requests with `follows_steps`, after the next steps have been submitted."""
+        """Call `on_progress` of each request with `follows_steps` that got a token in this turn."""
         progressed, self._progressed = self._progressed, {}
         followed = []
         for request in progressed:
@@ -326,7 +326,7 @@ class EngineLoop(Backend[EngineReplica]):
             self._restore(one, message)
         elif isinstance(message, GivenUp):
             is_hopeless, why = self._outages.given_up(message.replica), lost(message.replica, message.why)
-            # May set `failed`, which clients read when `_abandon` ends their requests.
+            # Called before `_abandon`: it may set `failed`, which clients read when `_abandon` ends their requests.
             self._check_failed(why)
             if is_hopeless:
                 self._abandon(message.replica[0], why)
@@ -473,7 +473,7 @@ class EngineLoop(Backend[EngineReplica]):
         self._driver.complete(replica, plan, result)
 
     def cancel(self, replica: EngineReplica) -> int:
-        """See `Backend`: the replica is free once its worker has finished its current step."""
+        """See `Backend`: the replica is free once its worker has finished the steps that it has already received."""
         if replica.ahead is not None:
             replica.ahead.forget()
         if not replica.is_lost:
@@ -497,7 +497,7 @@ class EngineLoop(Backend[EngineReplica]):
             self._outages.restarting.add(key)
         self._check_failed(detail)
         max_reruns = self._options.max_reruns if self._outages.could_serve(name) else None
-        # A request that was computed alone has caused the failure. Every request that was being computed becomes a
+        # If only one request was being computed, it has caused the failure. Each request that was being computed is a
         # suspect until it has produced a number of tokens, which doubles with each further failure.
         guilty = [request.request_id for request in blamed] if len(blamed) == 1 else []
         if max_reruns is not None:
@@ -564,9 +564,9 @@ class EngineLoop(Backend[EngineReplica]):
 
 
 def _withheld(replica: Replica, plan: StepPlan) -> Collection[Request]:
-    """Return the requests that are to leave the replica, and whose target replica samples the token of this step again.
+    """Return the requests of a step that will leave this replica and whose target replica samples this token again.
 
-    Here, this token is not output, unless the request stays after all.
+    The token that this replica samples does not count as output, unless the request stays after all.
     """
     if not replica.hands_off or replica.gives_first_token:
         return ()

@@ -1,6 +1,7 @@
-"""Track outages: periods in which those replicas of a replicaset that are up cannot serve a request to its end.
+"""Track outages of replicasets: periods in which no request can be served from its prompt to its end.
 
-Without pools, no replica is up in an outage; with pools, replicas may be up, but only for prefill or only for decoding.
+In an outage of a replicaset without pools, no replica is up. With pools, replicas may be up, but only for prefill or
+only for decoding.
 """
 
 from __future__ import annotations
@@ -33,21 +34,22 @@ class Outages:
     def begin(self, replicaset: str, now: int) -> None:
         """Begin an outage if the replicas that are up cannot serve the replicaset's requests to their end.
 
-        The requests wait for the restart of replicas; if no restart could help, they reach the time limit at once.
+        Requests wait up to a time limit for replicas that are being restarted. If these could not end the outage, the
+        limit is `now`.
         """
         if not self._controller.replicasets[replicaset].can_serve_with(self._up(replicaset)):
             until = now + (self._wait_ticks if self.could_serve(replicaset) else 0)
             self._ends[replicaset] = min(until, self._ends.get(replicaset, NEVER))
 
     def restored(self, replica: ReplicaKey) -> None:
-        """End the outage of a replica's replicaset if it can serve requests again, now that the replica is restored."""
+        """Record that a replica is up again; end its replicaset's outage if requests can now be served to their end."""
         self.restarting.discard(replica)
         name = replica[0]
         if self._controller.replicasets[name].can_serve_with(self._up(name)):
             self._ends.pop(name, None)
 
     def given_up(self, replica: ReplicaKey) -> bool:
-        """Record that a replica will not be restarted; return True if requests would now wait in vain."""
+        """Record that a replica will not be restarted; return True if its replicaset has an outage that cannot end."""
         self.restarting.discard(replica)
         return replica[0] in self._ends and not self.could_serve(replica[0])
 

@@ -35,7 +35,7 @@ class OutputBuffer:
         logprobs: log-probabilities of each token, for requests with `logprobs`.
         prompt_logprobs: log-probabilities of the prompt's tokens from the second on, for requests with
             `prompt_logprobs`.
-        stopped_by: stop string or token that ended the request; None if it has not ended or ended otherwise.
+        stopped_by: stop string or token that ended the request; None if neither has ended it.
         is_faulty: True if the request failed because its own row could not be computed or sampled.
     """
 
@@ -49,7 +49,7 @@ class OutputBuffer:
     is_faulty: bool = False
     _text: str = ""
     _search: StopSearch | None = None
-    """Search for stop strings; it holds back text that may begin one. None if the request has no stop strings."""
+    """Search that holds back text that may be the beginning of a stop string; None: the request has no stop strings."""
     _num_read: int = 0
     """Number of tokens that have been decoded to text."""
     _is_done: bool = False
@@ -142,8 +142,8 @@ class Submission:
         sent_at: tick when the client sent the request; None: the tick when the loop submits it.
         on_progress: called at the request's end and, if `follows_steps`, after each step that gave it a token.
         follows_steps: True to call `on_progress` after steps too, with the text decoded; False: at the end only.
-        on_engine_end: called instead of `on_progress` if the engine ends first, with its error, or None if it was
-            closed.
+        on_engine_end: called instead of `on_progress` if the engine ends before the request, with the engine's error,
+            or with None if the engine was closed.
     """
 
     facts: RequestFacts

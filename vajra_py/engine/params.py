@@ -35,7 +35,7 @@ class _Range:
     or_zero: bool = False
 
     def holds(self, value: object) -> bool:
-        """Return True if the value is a number within these limits, or 0 if `or_zero`."""
+        """Return True if the value is a number within these limits, or if it is 0 and `or_zero` is set."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         return self.low <= value <= self.high or (self.or_zero and value == 0)

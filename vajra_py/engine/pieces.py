@@ -60,11 +60,11 @@ def piece_reader(tokenizer: Any, *, keeps_special: bool = False) -> Callable[[in
 
 
 def stripped_blanks(tokenizer: Any) -> int | None:
-    """Return the number of leading blanks that decoding strips; None if decoded text differs in other ways from its
-    tokens' joined bytes.
+    """Return the number of leading blanks that decoding strips; None if decoded text may differ in other ways from the
+    joined bytes of its tokens.
 
-    Byte-level and SentencePiece vocabularies, whose text equals their tokens' joined bytes, are recognised by their
-    decoder. For invalid bytes, the decoder may produce more replacement characters than decoding joined bytes does.
+    The result is a number only for byte-level and SentencePiece vocabularies, which are recognised by their decoder.
+    For tokens with invalid UTF-8, the decoder may give more replacement characters than decoding the joined bytes.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = None if backend is None else json.loads(backend.to_str()).get("decoder")

@@ -58,7 +58,7 @@ from vajra_py.runtime.support.gc_control import existing_objects_frozen
 
 _STEPS = ("run", "run_ahead")
 _SENT_APART = True
-"""Placeholder for a buffer whose descriptor follows its message."""
+"""Placeholder in a message for a shared buffer; the buffer's file descriptor is sent right after the message."""
 _JOIN_S = 10.0
 _CLOSE_S = 2.0
 """Seconds for which `close` waits for processes to end by themselves, and again after killing them."""
@@ -155,7 +155,7 @@ class _Rank:
         self._answer(RankCopy(number))
 
     def _load_adapter(self, load: LoadAdapter) -> None:
-        """Load an adapter, and answer with the same message."""
+        """Load an adapter, and send `load` back as the answer."""
         cast(AdapterRunner, self._runner).load_adapter(load.name, load.slot)
         self._answer(load)
 

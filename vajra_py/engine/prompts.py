@@ -1,8 +1,8 @@
 """Synthesize prompt tokens for workloads that state only lengths and shared prefixes.
 
-A segment's tokens depend only on its name and the run's seed, and a longer segment starts with the tokens of a shorter
-one of the same name. So equal segments have equal tokens wherever they occur. A segment that is the output of an
-earlier request has the tokens that the request generated.
+A segment's tokens depend only on its name, its length and the run's seed, so equal segments have equal tokens wherever
+they occur. Of two segments with the same name, the longer one starts with the tokens of the shorter one. A segment that
+is the output of an earlier request has the tokens that the request generated.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from vajra_py.engine.worker import (
 class RankAnswers:
     """Answers of a replica's ranks; each rank answers in the order of the steps.
 
-    Of tensor-parallel ranks, which sample the same tokens, only the first one's answers are used. Of pipeline stages,
-    only the last one's tokens are used, but the durations of all. The answers of all KV-parallel groups are joined:
-    each group answers for the requests that it samples.
+    Tensor-parallel ranks sample the same tokens, so only the answers of the first one are used. Tokens come from the
+    last pipeline stage, durations from all stages. Each KV-parallel group samples tokens for its own requests, so the
+    answers of all groups are joined.
     """
 
     def __init__(self, replica: ReplicaKey, options: RunnerOptions) -> None:
@@ -43,7 +43,7 @@ class RankAnswers:
         """Number of ranks that have finished their part of each incomplete `KvMove`, by `KvMove.number`."""
 
     def take(self, rank: int, answer: StepOutput | RankCopy | RankMove | LoadAdapter) -> Iterator[WorkerNews]:
-        """Add a rank's answer; yield the replica's messages that it completes, in order of delivery."""
+        """Add a rank's answer; yield, in order of delivery, the replica's messages that lacked only this answer."""
         if isinstance(answer, LoadAdapter):  # a replica with adapters has a single rank
             yield AdapterLoaded(self._replica, answer.number)
             return
@@ -79,7 +79,9 @@ class RankAnswers:
                 yield KvExported(self._replica, answer.number, [parts[one].part for one in range(len(parts))])
 
     def _joined(self, answers: Sequence[StepOutput]) -> StepOutput:
-        """Return the output of a step; its duration is the sum over stages of the longest duration among the groups."""
+        """Return the output of a step. Its duration is the sum over pipeline stages; a stage takes as long as
+        its slowest KV-parallel group.
+        """
         options = self._options
         stages, groups = range(options.pipeline_stages), range(options.kv_groups)
         if len(stages) == len(groups) == 1:

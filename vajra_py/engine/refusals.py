@@ -1,4 +1,4 @@
-"""Find settings of an experiment that are not supported by backends that compute with a model."""
+"""Find settings of an experiment that are not supported by backends with a real model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def replicas_by_place(name: str, replicasets: Mapping[str, ReplicasetConfig]) ->
 
 
 def check_scaling(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> list[Problem]:
-    """Return a problem for each replicaset with a scaler, since all workers of these backends run from the start."""
+    """Return a problem for each replicaset with a scaler.
+
+    Backends with a real model start all workers at the beginning and cannot add or remove replicas.
+    """
     problems = []
     for name, one in replicasets.items():
         scaler = one.scheduling.scaling
@@ -52,7 +55,7 @@ def check_pools(backend: str, replicasets: Mapping[str, ReplicasetConfig]) -> li
 
 
 def check_replica(where: str, replica: ReplicaConfig, *, has_adapters: bool = False) -> list[Problem]:
-    """Return a problem for each of the replica's settings that no backend with a model supports.
+    """Return a problem for each setting of a replica that backends with a real model do not support.
 
     `has_adapters`: True if the backend's workers compute adapters.
     """

@@ -47,7 +47,7 @@ Message: TypeAlias = Submission | AbortRequest | SwapPolicy | WorkerNews | Resta
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A submission to create and submit at a tick of the clock."""
+    """Request that arrives at a tick of the clock; `make` creates its submission at that time."""
 
     tick: int
     make: Callable[[], Submission]
@@ -86,8 +86,8 @@ class EngineReplica(BackendReplica):
         num_stale: number of outstanding answers to cancelled steps.
         compute_s: total time of its steps on the device, in seconds.
         busy_ticks: total time from forming steps to processing their results, in ticks.
-        exports: copies out of the worker's memory that wait until all parts of the steps in flight are submitted, since
-            these may write the KV to copy.
+        exports: waiting copies of KV out of the worker's memory. They are submitted after all parts of the steps in
+            flight, since these parts may write the KV.
     """
 
     executor: EngineExecutor
@@ -155,16 +155,17 @@ class LoopOptions:
     """Options of one run of the loop."""
 
     serves: bool = False
-    """True to wait for further requests when none is left, until stopped."""
+    """True if the loop waits for further requests when none is left; it then runs until it is stopped."""
     tenant_salt: bool = False
     """True if requests of different tenants share no cached prefixes, unless they state the same salt."""
     check_every_steps: int = 0
     """Number of steps between conservation checks; 0: no checks."""
     max_reruns: int | None = None
-    """Number of times that a request is computed again after failures that it caused; None: requests of a lost replica
-    end."""
+    """Number of times that a request may cause the loss of a replica and still be computed again; None: all requests of
+    a lost replica end."""
     wait_s: float = 60.0
-    """Seconds that requests wait while the replicas that are up cannot serve them to their end."""
+    """Longest time in seconds for which requests wait for restarts of lost replicas, if the other replicas cannot serve
+    them."""
     isolates_policies: bool = False
     """True if a policy that breaks the contract takes its replicaset out of service instead of ending the run."""
     policy_timeout_s: float | None = 60.0

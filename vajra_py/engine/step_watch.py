@@ -46,8 +46,8 @@ _FIRST_AGAIN_S = 60.0
 """Minimum time limit of a worker's first steps if earlier workers of the replica have computed more than `_NUM_FIRST`
 steps, in seconds."""
 _LOADING_FACTOR, _LOADING_FLOOR_S = 10.0, 300.0
-"""Time limit for reloading a worker: multiple of the time that loading the first workers took, but at least as many
-seconds as the second value."""
+"""Time limit for reloading a worker: the first value times the time that loading the first workers took, but at least
+the second value, in seconds."""
 _PAUSE_S = 0.25
 
 
@@ -76,7 +76,7 @@ class StepTimes:
         """Return the limit in seconds of a step of `num_tokens` tokens, after `num_before` steps of its worker.
 
         For a step with more tokens than all earlier ones, the limit grows with the square of the number of tokens, as
-        the time of attention does; above ten minutes, it grows only in proportion to the number.
+        the time of attention does. Once the limit exceeds ten minutes, it grows only in proportion to this number.
         """
         if self.fixed_s is not None:
             return self.fixed_s
@@ -93,8 +93,8 @@ class _Lane:
     """Steps or copies that a worker executes one after the other."""
 
     num_tokens: deque[int] = field(default_factory=deque)
-    """Number of tokens of each step in flight; 0 for a copy that is ordered with steps. For a copy that is concurrent
-    with steps, the number of tokens of the earlier steps that it waits for."""
+    """For each step in flight, its number of tokens; for a copy that is ordered with steps, 0; for a copy that is
+    concurrent with steps, the number of tokens of the earlier steps that the copy waits for."""
     numbers: deque[int] = field(default_factory=deque)
     """`KvMove.number` of each copy that is concurrent with steps; empty in a lane of steps."""
     began_at: float = 0.0
@@ -109,7 +109,7 @@ class _Lane:
         self.num_tokens.append(num_tokens)
 
     def begin(self, now: float) -> None:
-        """Let the time limit of the oldest step or copy in flight start at `now`."""
+        """Set the start of the oldest step or copy in flight, from which its time limit counts, to `now`."""
         self.began_at, self.age_s = now, 0.0
 
 

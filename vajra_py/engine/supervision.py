@@ -46,7 +46,8 @@ class Restarter(Protocol):
     def lost(self, replica: ReplicaKey, worker: Worker, *, has_computed: bool) -> bool:
         """Handle the loss of `worker`, which has completed a step if `has_computed` is True.
 
-        Return True if a replacement is started; the outcome of all attempts together is then reported once.
+        Return True if the replica will be restarted. A single message then reports the outcome, after one or more
+        attempts: `Restarted` or `GivenUp`.
         """
 
     def close(self) -> None:

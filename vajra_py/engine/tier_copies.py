@@ -3,10 +3,10 @@
 The blocks of a tier come after the host blocks for swapping, in the same memory. Workers copy concurrently with their
 steps, and a step that overwrites blocks of a copy in flight waits for the copy (`kv_copier`):
     - A copy to the host is submitted before the step that overwrites the copy's blocks.
-    - A copy to the device is submitted just before the step that its replica forms in the same turn of the loop, if it
-      forms one. That step's swapping, which may still read the copy's blocks, is done before the copy. No step uses
-      these blocks before the copy has ended. If the copy is cancelled, a step that reuses the blocks is submitted
-      later, and waits for the copy.
+    - A copy to the device is submitted in the turn of the loop in which it begins. If its replica forms a step in this
+      turn, the copy is submitted just before that step. The step's swapping may still read the blocks that the copy
+      overwrites, so the worker swaps before it copies. No step uses these blocks before the copy has ended. If the
+      copy is cancelled, a later step may reuse the blocks; that step waits for the copy.
 """
 
 from __future__ import annotations

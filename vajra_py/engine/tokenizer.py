@@ -40,7 +40,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
         """Return the text's tokens.
 
-        They include the special tokens that the model expects around the text, unless it `is_rendered` by a template.
+        Special tokens that the model expects around a text are added. If `is_rendered`, a chat template has rendered
+        the text and added them already.
         """
 
     @property
@@ -228,8 +229,8 @@ class PieceStream:
 class WindowStream:
     """Text stream for tokens that may be decoded differently depending on their neighbours.
 
-    New tokens are decoded together with the tokens of the last emitted text (those from `_prefix` on), since a tokenizer
-    may also decode the first token of a sequence differently. Earlier tokens are not decoded again.
+    A tokenizer may also decode the first token of a sequence differently. So new tokens are decoded together with those
+    of the text that was emitted last, which begin at `_prefix`. Earlier tokens are not decoded again.
     """
 
     __slots__ = ("_prefix", "_read", "_token_ids", "_tokenizer")
@@ -251,7 +252,7 @@ class WindowStream:
         return now[len(before) :]
 
     def windows(self, new_token_ids: Sequence[int] = ()) -> tuple[list[int], list[int]]:
-        """Append new tokens; return the tokens from `_prefix` up to the last emitted one, and all from `_prefix` on."""
+        """Append new tokens; return (tokens from `_prefix` to the last emitted one, all tokens from `_prefix` on)."""
         self._token_ids += new_token_ids
         return self._token_ids[self._prefix : self._read], self._token_ids[self._prefix :]
 

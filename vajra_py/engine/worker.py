@@ -1,13 +1,13 @@
 """Workers, which compute a replica: in the controller's thread, in a separate thread, or in one process per rank.
 
 Invariants:
-    - A worker gets one step at a time, or one part of a divided step, and delivers one `Finished` for each, never
-      before `submit` was called. With pipeline stages, it gets all parts of a step together, and the next step when it
-      has delivered `LeftFirstStage` for each of them.
+    - A worker gets one step at a time, or one part of a divided step, and delivers one `Finished` for each step or
+      part, never before `submit` was called. With pipeline stages, it gets all parts of a step at once, and the next
+      step when it has delivered `LeftFirstStage` for each of these parts.
     - Copies of KV may be submitted at any time; a worker handles them in order, but runs a `KvMove` concurrently with
       later work.
-    - After a `Finished` with an error the worker is not used again. If a process dies, this message may arrive at any
-      time.
+    - After a `Finished` with an error the worker is not used again. If a process dies, a `Finished` with an error may
+      arrive at any time.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class KvExported:
 
 @dataclass(frozen=True, slots=True)
 class KvImported:
-    """Message that a worker has copied KV into its blocks, or, if `is_lost`, that the KV was lost with its source."""
+    """Message that a worker has copied KV into its blocks, or, if `is_lost`, that the KV was lost before the copy."""
 
     replica: ReplicaKey
     number: int
@@ -85,7 +85,7 @@ class KvImported:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoaded:
-    """Message that a worker has copied an adapter into its slot."""
+    """Message that a worker has copied an adapter into a slot."""
 
     replica: ReplicaKey
     number: int

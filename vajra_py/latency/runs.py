@@ -1,4 +1,4 @@
-"""Optional capabilities of latency models beyond the contract, found with `isinstance`."""
+"""Protocols of optional capabilities of latency models; callers test for them with `isinstance`."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class PredictsDecodeRuns(Protocol):
 
 @runtime_checkable
 class VariesSteps(Protocol):
-    """Latency model in which equal steps may vary: predictions are the mean, and simulated steps vary around it."""
+    """Latency model in which equal steps may have different durations: predictions are means, simulated steps vary."""
 
     variation: Variation | None
-    """Variation of equal steps; None: they do not vary."""
+    """Variation of the durations of equal steps; None if equal steps have equal durations."""
 
 
 @runtime_checkable
 class HasHostOverhead(Protocol):
-    """Latency model with the host's overhead on requests, in addition to that on steps."""
+    """Latency model that states the host's overhead per request, in addition to the overhead per step."""
 
     @property
     def host(self) -> HostOverhead:
@@ -50,7 +50,7 @@ class CountsSteps(Protocol):
     """Latency model that counts the steps that are executed. Predictions that it makes for policies do not count."""
 
     def taken_time_s(self, features: BatchFeatures) -> float:
-        """Return `stage_time_s`, and count the step as executed."""
+        """Return the result of `stage_time_s` for this step, and count the step as executed."""
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ class StepTimes(Struct, frozen=True):
     num_fallback: int = 0
     """Number of predictions by the roofline for steps beyond the measurements, including predictions for policies."""
     filled_fraction: float = 0.0
-    """Fraction of the run's step time that follows from rules, since the tables have no measurement."""
+    """Fraction of the run's step time that was computed by rules, for steps without a measurement in the tables."""
 
     @property
     def sentence(self) -> str:
@@ -50,9 +50,11 @@ REAL = StepTimes("real", "computed by the engine")
 
 
 def combined_step_times(models: Mapping[str, LatencyModel]) -> StepTimes:
-    """Return the origin for a run whose replicasets have these latency models (several may share one): the least
-    trusted kind, all sources, the largest error of each metric whose error is known for every model, the total number
-    of fallback predictions, and the largest filled fraction.
+    """Return the combined origin of the step times of a run, given the latency model of each replicaset.
+
+    The result has the least trusted kind, all sources, the total number of fallback predictions (a model that several
+    replicasets share counts once), and the largest filled fraction. For each metric whose error is known for every
+    model, it has the largest error.
     """
     by_replicaset = {name: step_times_of(one) for name, one in models.items()}
     by_model = {id(one): by_replicaset[name] for name, one in models.items()}

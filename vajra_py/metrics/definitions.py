@@ -125,7 +125,7 @@ class Outcomes(Struct, frozen=True):
     """Longest gap between two consecutive tokens; None if gaps were not recorded."""
 
     def observed_until(self) -> float:
-        """Return the latest time in any request's record; unfinished requests had not ended by then."""
+        """Return the latest time in any request's record; an unfinished request had not ended at that time."""
         moments = [column[np.isfinite(column)] for column in (self.arrived_at, self.first_token_at, self.ended_at)]
         return max((float(column.max()) for column in moments if column.size), default=0.0)
 
@@ -178,12 +178,17 @@ def tpot_s(outcomes: Outcomes) -> Floats:
 def judge_slos(outcomes: Outcomes, targets: SloTargets, observed_until: float | None = None) -> SloJudgement:
     """Judge which requests met their SLOs.
 
-    The TTFT SLO is met if the first token came in time. The other SLOs require that the request completed: the TPOT SLO
-    is met if the mean gap is at most the SLO or there is only one token, the TBT SLO if every gap is at most the SLO,
-    the deadline if the request completed by then. The overall SLO is met if the request completed and violated none
-    of its SLOs. A dropped request violates all of its SLOs, except a TTFT SLO that it met. An aborted or unfinished
-    request is judged by the events until its end or the run's end, and is undecided if these do not decide.
-    `observed_until` is the end of the run in seconds; by default the latest time in these requests' records.
+    The TTFT SLO is met if the first token came in time. All other SLOs can be met only by a completed request:
+
+    * TPOT: the mean gap is at most the SLO, or there is only one token;
+    * TBT: every gap is at most the SLO;
+    * deadline: the request completed by its deadline;
+    * overall: the request violated none of its SLOs.
+
+    A dropped request violates all of its SLOs, except a TTFT SLO that it met. For an aborted or unfinished request, the
+    SLOs that it violated before its end or the end of the run count as violated, and a TTFT SLO that it met counts as
+    met; all others are undecided. `observed_until` is the end of the run in seconds; by default the latest time in
+    these requests' records.
     """
     horizon_at = outcomes.observed_until() if observed_until is None else observed_until
     until = np.where(np.isnan(outcomes.ended_at), horizon_at, outcomes.ended_at)
@@ -216,8 +221,8 @@ def judge_slos(outcomes: Outcomes, targets: SloTargets, observed_until: float | 
 
 
 def _tbt_status(outcomes: Outcomes, targets: SloTargets, open_ended: Bools) -> NDArray[np.int8]:
-    """Return each request's status for the TBT SLO; `NONE` without an SLO, or if gaps were not recorded. A gap that is
-    too long violates the SLO at once, however the request ends.
+    """Return each request's status for the TBT SLO; `NONE` without an SLO, or if gaps were not recorded. A request with
+    a gap that is too long has violated the SLO, however the request ends.
     """
     longest_s = outcomes.tbt_max_s
     if targets.tbt_s is None or longest_s is None:

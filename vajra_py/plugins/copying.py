@@ -37,7 +37,7 @@ _BESIDE_LAYERS = {
     "scaler": Interface("ScalerSpec", SCALER.hook, "check_scaler", SCALER.key),
     "retention": Interface("RetentionSpec", RETENTION.hook, "check_retention", RETENTION.key),
 }
-"""Interfaces by kind of package."""
+"""Interfaces of policies that belong to no layer, by kind of package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class CopiedPolicy:
     original: str
     """Name of the policy in the library."""
     name: str
-    """Name of its copy."""
+    """Name of the policy in the copy."""
     summary: str
     interface: Interface
     module: str

@@ -151,7 +151,7 @@ def _source(entry: metadata.EntryPoint) -> PluginSource:
 def _load_order(source: PluginSource) -> tuple[bool, str, str]:
     """Return the sort key of plug-ins: the framework's own first, then by name.
 
-    The order determines lists, and which of two plug-ins with the same name an error blames.
+    Listings use this order. If two plug-ins offer the same name, the error blames the later one.
     """
     return normalised(source.package) != "vajra-py", normalised(source.package), source.entry_point
 

@@ -82,10 +82,11 @@ class Kind(Struct, Generic[SpecT], frozen=True):
     """Kind of policies that belong to no layer, or of parts of a policy.
 
     Attributes:
-        key: key under `scheduling:` that selects one; empty if it is named in another policy's parameters.
-        noun: term in messages.
-        hook: hook by which plug-ins offer it.
-        spec: class of its specs.
+        key: key under `scheduling:` that selects a policy of this kind; empty for parts, which are named in a policy's
+            parameters.
+        noun: term for a policy or part of this kind in messages.
+        hook: hook by which plug-ins offer policies or parts of this kind.
+        spec: class of their specs.
     """
 
     key: str
@@ -140,8 +141,8 @@ class Registry(Struct, frozen=True, eq=False, dict=True):
     def with_policies(self, specs: Iterable[AnyPolicySpec]) -> Registry:
         """Return a copy with additional policies and routing parts that no installed package provides.
 
-        Raises `PluginError` for a broken spec or a name that is taken; for kinds outside the layers, it is raised on
-        first use.
+        Raises `PluginError` for a broken spec or a name that is taken. For policies that belong to no layer and for
+        routing parts, the error is raised on first use.
         """
         given = [(PluginSource(_module_of(spec), "not installed", "policies="), spec) for spec in specs]
         others = [one for one in given if isinstance(one[1], _OTHERS)]
@@ -363,7 +364,7 @@ def kind_of(layer: Layer) -> str:
 
 
 def lookup(offers: Mapping[str, Offer[SpecT]], kind: str, name: str) -> Offer[SpecT]:
-    """Return the offer of this name; raises `UnknownNameError` with the nearest name and the list."""
+    """Return the offer of this name; raises `UnknownNameError` with the nearest name and a list of all names."""
     if name not in offers:
         raise UnknownNameError(kind, name, offers)
     return offers[name]

@@ -51,7 +51,7 @@ class PluginNames:
     package: str
     """Name for imports: words joined by underscores."""
     prefix: str
-    """Prefix of its policies' names, so that packages generated from the template do not clash."""
+    """Prefix of the names of the package's policies, so that policies of generated packages do not clash."""
 
 
 def plugin_names(name: str) -> PluginNames:

@@ -99,7 +99,7 @@ RETENTION_OPTIONS: Mapping[str, int] = {
     "on_cleared": 1,
     **{name: count for name, count in LISTENING_METHODS.items() if name != "on_wake"},
 }
-"""Optional methods of a retention policy, with the number of arguments of each call; such a policy cannot be woken."""
+"""Optional methods of a retention policy, with the number of arguments of each call; `on_wake` is never called."""
 
 DECLARATIONS: Mapping[Layer, frozenset[str]] = {
     Layer.REQUEST_PRIORITIZER: frozenset({"key_motion", "fallen_groups", "fallen_requests"}),
@@ -225,9 +225,9 @@ def hooks_of(layer: Layer) -> frozenset[str]:
 
 
 def _check_names(layer: Layer, policy: object, what: str, plugin: str) -> None:
-    """Reject attributes that look like hooks but would never be called: misspelt, or of another layer.
+    """Reject attributes that look like hooks but would never be called: misspelt hooks, and hooks of another layer.
 
-    A name close to a hook's counts as a misspelling unless the policy has that hook as well.
+    A name that is similar to a hook's name counts as a misspelling unless the policy has that hook as well.
     """
     hooks, everywhere = hooks_of(layer), frozenset().union(*map(hooks_of, Layer))
     own = frozenset().union(*map(hooks_of, _layers_served(policy)))

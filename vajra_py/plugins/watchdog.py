@@ -1,7 +1,7 @@
 """Interrupt plug-in code that does not return: a thread samples another thread's stack periodically.
 
-The watchdog reads the wall clock, but no decision of a run depends on it. The watched thread has no overhead, since no
-call is wrapped; a call is recognised by its frame, which is the same object in successive samples.
+The watchdog measures real time, but no decision of a run depends on real time. The watched thread has no overhead,
+since no call is wrapped; a call is recognised by its frame, which is the same object in successive samples.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ A pause between two samples counts as at most two intervals, since the process m
 """
 _MAX_SECONDS_BETWEEN_LOOKS = 1.0
 _COLLECTION_OFF = threading.Lock()
-"""Lock of the thread that has turned garbage collection off, since the whole process has a single switch for it.
+"""Lock held by the thread that has turned garbage collection off, which affects all threads of the process.
 
-A fork waits for it, so that the child starts with garbage collection on.
+A fork waits for the lock, so that the child process starts with garbage collection on.
 """
 os.register_at_fork(
     before=_COLLECTION_OFF.acquire, after_in_parent=_COLLECTION_OFF.release, after_in_child=_COLLECTION_OFF.release
@@ -44,10 +44,10 @@ os.register_at_fork(
 def no_endless_calls(limit_s: float | None, on_blocked: Callable[[str], None] | None = None) -> Iterator[None]:
     """Watch this thread while the context is active: interrupt a plug-in call that takes longer than `limit_s`.
 
-    `DidNotReturn` is raised inside the call; the caller of a policy converts it to `PolicyError`, and this context
-    converts it to `RunError` for other plug-ins (observers). A call that blocks outside Python cannot be interrupted:
-    it is logged, and `on_blocked` is called with its description, and with "" after it has returned.
-    `limit_s=None` disables the watchdog.
+    `DidNotReturn` is raised inside the call. The caller of a policy converts this error to `PolicyError`; for other
+    plug-ins (observers), this context converts it to `RunError`. A call that blocks outside Python cannot be
+    interrupted: it is logged, and `on_blocked` is called with a description of the call, and again with "" after the
+    call has returned. `limit_s=None` disables the watchdog.
     """
     if limit_s is None:
         yield
@@ -123,10 +123,10 @@ class _Watchdog(threading.Thread):
 def _stack_of(thread_id: int) -> list[FrameType]:
     """Return the frames that a thread is executing, innermost first; none if the thread has ended.
 
-    Garbage collection is off meanwhile, since one of its callbacks or finalizers may let another thread run. Two things
-    could then go wrong. CPython holds a lock while it lists the frames of all threads; if the other thread starts a
-    further thread, which takes this lock too, the two wait for each other forever. And CPython 3.11 assumes that an
-    outer frame stays where it is while the frame's object is created; if the frame has ended, freed memory is read.
+    Garbage collection is off while frames are listed, since its callbacks and finalizers may let another thread run.
+    Two errors could follow. First, CPython holds a lock while it lists the frames of all threads. If the other thread
+    starts a new thread, which needs this lock, both wait for each other forever. Second, CPython 3.11 assumes that an
+    outer frame stays in place while its frame object is created. If the frame has ended, freed memory is read.
     """
     frames: list[FrameType] = []
     with _COLLECTION_OFF:
@@ -144,7 +144,7 @@ def _stack_of(thread_id: int) -> list[FrameType]:
 
 
 def _plugin_call(frames: list[FrameType]) -> FrameType | None:
-    """Return the outermost plug-in frame called by the mechanism; None if there is none, or if it is being debugged."""
+    """Return the outermost plug-in frame called by the framework; None if there is none or a debugger runs in it."""
     caller = ""
     for depth in range(len(frames) - 1, -1, -1):
         module = _module_of(frames[depth])

@@ -71,7 +71,7 @@ class _PlainTokenizer:
 def by_bytes(text: str) -> Sequence[int]:
     """Return one number for each four bytes of a text, as a substitute for token ids.
 
-    Their count approximates the number of tokens, and equal prefixes of texts give equal numbers.
+    The count of these numbers approximates the number of tokens. Texts with equal prefixes give equal first numbers.
     """
     raw = text.encode("utf-8", "replace")
     raw += bytes(-len(raw) % BYTES_PER_TOKEN)

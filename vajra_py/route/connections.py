@@ -188,7 +188,7 @@ class ServerAnswer:
             self.wake()
 
     def release(self, *, is_at_end: bool = False) -> None:
-        """Keep the connection if the answer is complete or about to be (`is_at_end`), otherwise close it."""
+        """Keep the connection if the answer is complete or its last bytes are expected (`is_at_end`); else close it."""
         self._timer.cancel()
         self._connection.release(self.is_complete, is_at_end=is_at_end and self._fault is None)
 
@@ -252,8 +252,8 @@ class Connection(asyncio.Protocol):
         return answer
 
     def release(self, is_complete: bool, *, is_at_end: bool) -> None:
-        """Return the connection to the pool if it can be reused: at once if the answer `is_complete`, after its last
-        bytes if it `is_at_end`. Otherwise close the connection.
+        """Return the connection to the pool if it can be reused, otherwise close it. If the answer is not complete but
+        `is_at_end`, the connection is returned after the answer's last bytes.
         """
         if self.is_paused:
             self.resume()

@@ -42,7 +42,7 @@ from vajra_py.runtime.support.clock import NEVER, TICKS_PER_SECOND, to_seconds
 AGAIN = "again"
 """`Answer.end` of a request that is placed again because its server failed before the first token."""
 PROMPT = "prompt"
-"""`Answer.end` of a request whose prompt is computed and which now leaves the server for another one."""
+"""`Answer.end` of a request whose prompt is computed; the request now leaves the server for its decode server."""
 _NANOSECOND = TICKS_PER_SECOND // 10**9
 _NOTHING = StepPlan(0, 0, 0, BatchFeatures(), (), None, 0)
 _NO_RESULT = StepResult()
@@ -160,7 +160,7 @@ class RouteCore(Backend[BackendReplica]):
         self._driver.run_until(tick)
 
     def answer(self, clock: int, request: Request, num_tokens: int, end: str = "", detail: str = "") -> None:
-        """Record the progress of a request at its server; ignored if it has ended or moved in the meantime."""
+        """Record the progress of a request at its server; ignored if the request has ended or left the server."""
         now = self._begin(clock)
         self._push_answer(Answer(now, request.request_id, request.replica_id, num_tokens, end, detail), now)
         self._driver.events.bring_forward(now)
@@ -176,7 +176,7 @@ class RouteCore(Backend[BackendReplica]):
     def report_kv(self, clock: int, report: CacheReport) -> None:
         """Apply reported changes of a server's prefix cache.
 
-        Ignored if the server is down, and before its first complete report (`begins`).
+        The report is ignored if the server is down, or if no report with `begins` has come from the server yet.
         """
         if not self.controller.replicasets[report.replicaset].is_up(report.replica_id):
             return
@@ -188,18 +188,18 @@ class RouteCore(Backend[BackendReplica]):
     def lose(
         self, clock: int, replicaset: str, replica_id: int, detail: str, sent: Sequence[str] | None = None
     ) -> None:
-        """Take a server out of service, and place again its requests that have no output. Does nothing if the server is
-        down.
+        """Take a server out of service, and assign its requests without output to servers again. Does nothing if the
+        server is already down.
 
-        `sent` lists the ids of the requests that had been sent, for which the failure counts as an attempt. None: all
-        of the server's requests had been sent.
+        `sent` lists the ids of the requests that had been sent to the server; for these, the failure counts as an
+        attempt. None means that all of the server's requests had been sent.
         """
         if self.controller.replicasets[replicaset].is_up(replica_id):
             failure = Failure(0, replicaset, replica_id, detail, self._max_tries - 1, sent)
             self._happen(clock, failure)
 
     def restore(self, clock: int, replicaset: str, replica_id: int) -> None:
-        """Put a server back into service. Does nothing if it is up."""
+        """Put a server back into service. Does nothing if the server is up."""
         if not self.controller.replicasets[replicaset].is_up(replica_id):
             self._happen(clock, Restart(0, replicaset, replica_id))
 

@@ -26,7 +26,7 @@ _FAILED = EndReason.FAILED.value
 _FINISH = re.compile(rb'"finish_reason": ?"([a-z_]+)"')
 _DONE = b"data: [DONE]"
 _KEPT = 64
-"""Bytes kept from the end of a piece of a stream, since a finish reason or end mark may extend into the next piece."""
+"""Bytes kept from the end of each piece of a stream, since a finish reason or end mark may extend over two pieces."""
 _BUSY = (429, 503)
 
 
@@ -63,7 +63,7 @@ class StreamScan:
 
     @property
     def end(self) -> str:
-        """Reason of the end, in the mechanism's terms."""
+        """Reason of the end, as an `EndReason` value: `stop` or `length`."""
         return _LENGTH if self.reason == "length" else _STOPPED
 
 
@@ -152,7 +152,7 @@ class Exchange:
         raise error
 
     async def _at(self, place: Place) -> None:
-        """Send the request to one server, which answers it or computes its prompt."""
+        """Send the request to one server, which computes only the prompt (`place.leaves`) or answers the request."""
         try:
             if place.leaves:
                 await self._prompt_at(place)
@@ -183,8 +183,8 @@ class Exchange:
             self.routed.kv_params = None  # without KV, the decode server also computes the prompt
             session.answer(self.routed, 1, PROMPT, f"server {place}: {fault}")
             if fault.is_down:
-                # `lose` would also place requests again whose prompts this server has computed. So the requests with
-                # computed prompts are first sent on to their decode servers.
+                # `lose` would assign the server's requests to servers again, even requests with computed prompts.
+                # Therefore requests with computed prompts are first sent on to their decode servers.
                 session.hand_on()
                 session.lose(place, str(fault))
             return
@@ -259,7 +259,7 @@ class Exchange:
         return False
 
     async def _failed(self, place: Place, fault: ServerFault) -> None:
-        """Make the core place the request again after a fault. Raises `ApiError` if the answer has begun."""
+        """Make the core choose a server again after a fault. Raises `ApiError` if the answer has begun."""
         if self.routed.has_begun:
             raise ApiError(503, f"server {place}: {fault}", code="server_failed")
         if fault.is_down:

@@ -48,7 +48,8 @@ class Answered:
 
     Attributes:
         num_tokens: number of output tokens so far.
-        end: reason of its end; None if it continues at this server or, after its prompt, at another one.
+        end: reason why the request ended; None if it continues, at this server or, once its prompt is computed, at
+            another one.
     """
 
     request: Request

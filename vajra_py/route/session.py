@@ -37,7 +37,9 @@ _log = logging.getLogger(__name__)
 _MOST_SILENCES = 3
 """Number of consecutive unanswered polls of /metrics after which a server counts as down."""
 _MOST_NAMES = 8
-"""Maximum number of entries for each KV block in the index of a server's KV events: one for each group of layers."""
+"""Number of entries per KV block for which the index of a server's KV events has room: a server may report one entry
+for each group of layers.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,9 @@ class Routed:
     kv_params: Any = None
     """`kv_transfer_params` for the decode server."""
     is_sent: bool = False
-    """True if the current server accepted a connection for the request, so that it counts as an attempt."""
+    """True once the current server has accepted a connection for the request. If this server is lost later, sending
+    the request to it counts as an attempt.
+    """
     has_begun: bool = False
     """True once a server's answer is being sent to the client; the request then cannot be sent again."""
     server: _Server | None = None
@@ -390,7 +394,7 @@ class RouteSession:
 def _kv_feeds(settings: RouteConfig) -> type[KvFeeds] | None:
     """Return the class of subscriptions to KV events; None if no server publishes any.
 
-    Raises `ConfigError` if its packages are not installed.
+    Raises `ConfigError` if the packages that subscriptions need are not installed.
     """
     if not settings.follows_kv_events:
         return None

@@ -1,9 +1,9 @@
 """Models of the acceptance of drafts in a simulation.
 
-Each token's random number, or its acceptance in a trace, depends on the seed, the request and the token's position in
-the output, but not on the steps that a policy forms. A token that is hard to predict is therefore hard to predict under
-every policy (common random numbers). With rates by position, the token's place among the drafts of its step matters
-too.
+Each output token of a request has a random number, which depends on the seed, or an acceptance read from a trace. Both
+depend on the request and on the token's position in the output, but not on the steps that a policy forms. A token that
+is hard to predict is therefore hard to predict under every policy (common random numbers). With rates by position, the
+token's place among the drafts of its step matters too.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class RatesByPosition:
 
 
 class AcceptedInTrace:
-    """Acceptance model that repeats a recorded run: for each request, drafts are accepted at the same positions of the
-    output as in the record, and none after its end.
+    """Acceptance model that repeats a recorded run: a draft of a request is accepted if a draft was accepted at the
+    same position of the output in the record. Drafts after the end of the record are not accepted.
     """
 
     max_tokens: int | None = None

@@ -18,9 +18,7 @@ from vajra_py.latency import PredictsDecodeRuns
 from vajra_py.runtime.support.clock import NEVER, TICKS_PER_SECOND
 
 FIRST_STEPS, MAX_STEPS = 32, 4096
-"""Initial and largest value of `SimReplica.run_limit`, the maximum number of steps computed at once; a longer run is
-split.
-"""
+"""Initial and largest value of `SimReplica.run_limit`, the maximum number of decode steps computed at once."""
 
 StepTimes: TypeAlias = Sequence[float] | npt.NDArray[np.float64]
 

@@ -85,7 +85,7 @@ class VariedTimer(PredictedTimer):
         return to_ticks(seconds) + self._overhead_ticks
 
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
-        """See `TimesRuns`; the first step is the one that was formed last."""
+        """See `TimesRuns`; the first of these steps must be the step that the replica formed last."""
         seconds = np.asarray(self._decode_run_times_s(num_decodes, first_context_tokens, num_steps))
         factors = self._factors.of(self._replica.num_steps - 1, num_steps, has_prompts=False)
         return run_ends_of(now, seconds * factors, self._overhead_ticks)
@@ -189,7 +189,7 @@ class SimulatedExecutor:
     def result(self, plan: StepPlan) -> StepResult:
         """Return the result of a step that has just ended.
 
-        Each entry that samples yields one token, and as many further tokens as it has accepted drafts.
+        Each request that samples in the step gets one token, and one more token per accepted draft.
         """
         if self._acceptance is None or not plan.drafts:
             return _NOTHING_KNOWN

@@ -14,8 +14,8 @@ _BLOCK = 1024
 class StepFactors:
     """Factors of one replica's steps, by step index; they are computed in blocks, and the last used block is cached.
 
-    A step's quantile depends only on the seed and the step's index; the factor for that quantile also depends on the
-    kind of step.
+    Each factor is the value of a distribution at a random quantile. The quantile depends only on the seed and the
+    step's index; the distribution depends on whether the step computes prompt tokens.
     """
 
     def __init__(self, variation: Variation, seeds: SeedTree) -> None:
@@ -25,7 +25,7 @@ class StepFactors:
         self._blocks: dict[bool, npt.NDArray[np.float64]] = {}
 
     def of(self, first: int, count: int, *, has_prompts: bool) -> npt.NDArray[np.float64]:
-        """Return the factors of `count` steps from index `first` on, all of one kind."""
+        """Return the factors of `count` steps from index `first` on. `has_prompts`: they all compute prompt tokens."""
         index, at = divmod(first, _BLOCK)
         if at + count <= _BLOCK:
             return self._drawn(index)[has_prompts][at : at + count]

@@ -1,8 +1,8 @@
 """Decode fast-forward of the simulator: all repetitions of a steady decode step are launched as one event and applied
 on demand.
 
-The mechanism determines the number of certain repetitions (`vajra_py.runtime.step.fast_forward`). Results equal those
-of single steps.
+The mechanism determines how many repetitions are certain to follow a step (`vajra_py.runtime.step.fast_forward`).
+Results are the same as if each step were simulated separately.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class DecodeFastForward:
     """`FastForward` of a simulator."""
 
     def __init__(self, driver: Driver[SimReplica], end_now: Callable[[SimReplica], None]) -> None:
-        """Create the fast-forward. `end_now`: function that handles the end of a replica's step in flight, if this end
-        is due now but is not an event.
+        """Create the fast-forward. `end_now`: function that ends a replica's step in flight; called if this step ends
+        now and its end is not an event.
         """
         self._driver = driver
         self._end_now = end_now
@@ -35,7 +35,8 @@ class DecodeFastForward:
     def launch(self, one: SimReplica, plan: StepPlan) -> int | None:
         """Launch a plan together with its repetitions.
 
-        Returns the tick at which the last repetition ends; None, without launching, if no repetition is certain.
+        Returns the tick at which the last repetition ends. If no repetition is certain, launches nothing and returns
+        None.
         """
         runs, replica, now = one.runs, one.replica, self._driver.now
         if runs is None:
@@ -116,11 +117,10 @@ class DecodeFastForward:
         return [one for one in self._running[replicaset].values() if one.run_ends and one.run_ends[0] <= now]
 
     def _sync(self, one: SimReplica, *, goes_on: bool, up_to_now: bool = True) -> None:
-        """Apply those steps of a run that ended before now. Unless `goes_on`, the step in flight becomes the last step
-        of the run.
+        """Apply the steps of a run that ended before now. Unless `goes_on`, the step in flight becomes the last step of
+        the run.
 
-        `up_to_now`: also apply a step that ends now, as it precedes the present event; such a step becomes the last
-        step of the run.
+        `up_to_now`: if a step of the run ends now, apply it too, and make it the last step of the run.
         """
         ends, plan = one.run_ends, one.plan
         if ends is None or plan is None:
@@ -145,8 +145,8 @@ class DecodeFastForward:
     def _complete(self, one: SimReplica, plan: StepPlan, ended_at: array[int]) -> None:
         """Complete the first steps of a run, which ended at these ticks.
 
-        The first one is completed separately if other requests took blocks after it was formed: its plan then has more
-        free blocks than the plans of the later steps.
+        If other requests took blocks after the first step was formed, that step is completed separately, because its
+        plan has more free blocks than the plans of the later steps.
         """
         replica, now = one.replica, self._driver.now
         self._driver.count_repeats(len(ended_at))

@@ -23,8 +23,8 @@ class SimReplica(BackendReplica):
     plan: StepPlan | None = None
     """The step in flight, if the replica has a single pipeline stage."""
     run_ends: array[int] | None = None
-    """End ticks of the remaining steps of a run, the step in flight first; None if the step in flight is not part of a
-    run. The end of the run is an event.
+    """End ticks of the remaining steps of a run (a decode step and its repetitions), the step in flight first; None if
+    the step in flight is not part of a run. Only the end of the last step is an event.
     """
     is_apart: bool = False
     """True if other requests took blocks after the step in flight was formed, so that this step needs its own record.

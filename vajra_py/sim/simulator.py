@@ -195,7 +195,7 @@ class Simulator(Backend[SimReplica]):
             driver.advance_to(until)
             for name in self.controller.replicasets:
                 self._fast_forward.interrupt_all(name)
-            if driver.events.heap[0][0] > until:  # otherwise interrupted steps end now, and their ends must be handled
+            if driver.events.heap[0][0] > until:  # otherwise, an interrupted run ends now: handle its end first
                 return
 
     def abort_at(self, seconds: float, request_id: str) -> None:
@@ -317,8 +317,8 @@ class Simulator(Backend[SimReplica]):
     # Steps
 
     def launch(self, replica: SimReplica, plan: StepPlan) -> int:
-        """See `Backend`: the end of the step is an event or, if repetitions are launched with it, the end of the last
-        repetition.
+        """See `Backend`. The end of the step becomes an event; if repetitions are launched with the step, only the end
+        of the last repetition does.
         """
         if replica.num_stages > 1:
             return self._launch_in_stages(replica, plan)

@@ -70,7 +70,7 @@ class _Subject:
     def run(self, scenario: Scenario, interposing: Interposing | None = None, rules: Rules = UNCOUNTED) -> Outcome:
         """Run the policy in a scenario, wrapped by `interposing` if given.
 
-        Raises `AssertionError` with the scenario's name.
+        If the run fails, raises `AssertionError` with the scenario's name.
         """
 
         def source(context: Any) -> Any:

@@ -24,9 +24,9 @@ def run_checks(
 ) -> None:
     """Run checks by name; each policy call in them may take up to `policy_timeout_s` seconds of real time.
 
-    Raises `AssertionError` that names the policy (`what`) and, one per line, every failed check with its finding. No
-    check is run after a failed one in `needed`, nor after one in which a policy call did not return, since the next
-    calls would take as long.
+    Raises `AssertionError` that names the policy (`what`) and, one per line, every failed check with its finding. The
+    remaining checks are skipped after a check named in `needed` has failed, and after a policy call did not return in
+    time, since further calls might not return either.
     """
     failures = []
     for name, check in checks.items():
@@ -108,7 +108,7 @@ def check_situations(
 
 
 def _require_same_again(run: Callable[[], object], packages: set[str], otherwise: str) -> None:
-    """Raise `AssertionError` unless a second run returns the same; in it, clocks and unseeded random numbers raise."""
+    """Raise `AssertionError` unless two runs return the same; in the second, clocks and unseeded randomness raise."""
     first = run()
     violations: list[str] = []
     try:

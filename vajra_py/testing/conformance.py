@@ -6,9 +6,9 @@ A package's own tests need one function:
     def test_keeps_the_contract(spec):
         check_policy(spec)
 
-The policy is built as in a run, and tested in small simulated situations with plain policies in the other layers. Every
-claim beyond its Protocol (movement of keys, repeated steps, independence of load, no idling) is compared with its
-behaviour.
+The policy is built as in a run, and tested in small simulated situations with plain policies in the other layers. A
+policy can declare more than its Protocol requires: how its keys move, that it repeats steps, that it does not read the
+load, or that it never idles. Each declaration is compared with the policy's behaviour.
 """
 
 from __future__ import annotations
@@ -270,8 +270,8 @@ def _respects_who_is_up(subject: Subject) -> None:
 def _is_the_same_when_fast_forwarded(subject: Subject) -> None:
     """Compare a simulation that forms every step with one that fast-forwards equal decode steps.
 
-    The reference policies repeat their decodes, so that prioritizers and replicaset schedulers are also tested over
-    runs of steps: the views that they read must be the same as if every step were formed.
+    The plain policies in the other layers repeat their decodes, so prioritizers and replicaset schedulers are tested
+    with fast-forward too: the views that they read must be the same as if every step were formed.
     """
     traits = traits_of(subject.build(context_of(scenarios.LIGHT)))
     if subject.layer is Layer.REPLICA_SCHEDULER and not traits.repeats_decodes:
@@ -334,7 +334,9 @@ def _declares_that_it_needs_slack(subject: Subject) -> None:
 
 
 def _preempts_for_somebody(subject: Subject) -> None:
-    """Warn if, despite ample memory, many preemptions are futile: no other request is admitted before the victim."""
+    """Warn if many preemptions are futile although memory is ample: no other request is admitted before the victim
+    resumes.
+    """
     for scenario in scenarios.SCENARIOS:
         if not scenario.is_memory_ample or not subject.suits(scenario):
             continue
@@ -377,7 +379,7 @@ def _works_while_there_is_work(subject: Subject) -> None:
 def _idle_beside_work(outcome: Outcome, num_replicas: int) -> str | None:
     """Return a description of a time at which a replica was idle although a request waited; None if there is none.
 
-    With one replica, a request that has arrived counts as waiting until it ends; with several, until it is admitted.
+    A request counts as waiting from its arrival until its end or, with several replicas, until its admission.
     """
     wanting = []
     for name, _, ended_at, _, _, _, admitted_at in outcome.ends:

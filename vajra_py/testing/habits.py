@@ -51,7 +51,7 @@ def attributes_read_in(package: str) -> frozenset[str]:
 
 
 def _codes_of(members: Mapping[str, Any], module: str) -> Iterator[CodeType]:
-    """Yield the code of functions and methods among `members` that `module` defines, and of functions inside them."""
+    """Yield the code objects of the functions and methods in `members` that `module` defines, nested ones included."""
     for value in list(members.values()):
         function = getattr(value, "__func__", value)
         if isinstance(function, FunctionType) and function.__module__ == module:
@@ -125,7 +125,7 @@ def _within(value: Any) -> Sequence[Any]:
 
 
 def _is_entered(value: Any) -> bool:
-    """Return True if references from a value are followed: it may belong to a policy rather than to the mechanism."""
+    """Return True if references from a value are followed, because the value may belong to a policy."""
     if isinstance(value, _NOT_ENTERED):
         return False
     is_framework = type(value).__module__.partition(".")[0] == "vajra_py"

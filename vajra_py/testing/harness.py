@@ -97,8 +97,8 @@ class HarnessOptions:
     cache_at_schedule: bool = True
     """True if a full block can be hit once the step that fills it is formed; False: once that step has ended."""
     reserves_growth: bool = False
-    """True if blocks for growing decodes are first reserved by number, and added to block tables later, as in a
-    simulation."""
+    """True if blocks for growing decodes are at first only counted as reserved, and added to block tables later, as in
+    a simulation."""
     holds_ended_slots: bool = False
     """True if a request that ends keeps its slot and blocks for one more step, as with async scheduling."""
     latency: LatencyModel = field(default_factory=_affine)
@@ -114,8 +114,8 @@ class HarnessOptions:
     check_conservation: bool = True
     """True if every step is followed by a check that no request and no KV block is lost."""
     keeps_steps: bool = True
-    """True if `Harness.steps` is filled. The simulator then forms every step separately, even if its options have
-    `fast_forward`; with False, its options decide."""
+    """True if `Harness.steps` is filled; the simulator then forms every step separately. False: the simulator
+    fast-forwards if its option `fast_forward` is set."""
     policy_timeout_s: float | None = 60.0
     """Real seconds after which a policy call counts as a violation of the contract, in `run` and `steps_until_idle`;
     None: no limit."""
@@ -384,7 +384,7 @@ class Harness:
         return self._recorder.steps
 
     def request(self, request_id: str) -> Request:
-        """Return a submitted request, ended or not; it has state, end and times besides the facts for policies."""
+        """Return a submitted request, ended or not. It has attributes that policies do not see: state, end, times."""
         return self._recorder.requests[request_id]
 
     def replica(self, replica_id: int = 0) -> Replica:

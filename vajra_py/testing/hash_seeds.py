@@ -41,10 +41,11 @@ Rows: TypeAlias = dict[str, list[str]]
 
 
 def rows_by_hash_seed(policies: Policies) -> list[list[Rows]]:
-    """Run policies in one process per hash seed, concurrently; return, for each policy, its rows by `HASH_SEEDS`.
+    """Run policies in one process per hash seed, concurrently. Return for each policy a list of rows, one element per
+    hash seed in the order of `HASH_SEEDS`.
 
-    Raises an error of pickling if a policy cannot be sent to another process, and `RuntimeError` with a process's last
-    line if it fails.
+    Raises an error of pickling if a policy cannot be sent to another process, and `RuntimeError` if a process fails,
+    with the last line that the process printed.
     """
     payload = _payload(policies)
     with TemporaryDirectory(prefix="vajra-conformance-") as folder:
@@ -90,7 +91,7 @@ def _start(seed: int, task: Path, result: Path) -> subprocess.Popen[bytes]:
 
 
 def _error_of(process: subprocess.Popen[bytes]) -> str | None:
-    """Wait for a process; return its last line if it failed, else None."""
+    """Wait for a process. Return a message with the last line that it printed if it failed, else None."""
     try:
         _, errors = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -86,7 +86,7 @@ class KeyWatch:
         return interpose(self.policy, replaced)
 
     def line(self, request: RequestView) -> tuple[float, float]:
-        """Return the line of the request's key, and check the key at time 0 and at a random later time."""
+        """Return (intercept, slope) of the request's key, and check the key at time 0 and at a random later time."""
         self.look(request, 0.0)
         line: tuple[float, float] = self.policy.line(request)
         return line
@@ -117,7 +117,7 @@ class KeyWatch:
             self._note(request, now)
 
     def _compare_epoch(self, request: RequestView, at: float, key: Key) -> None:
-        """Check that the key of a waiting request that made no progress has not moved within an epoch."""
+        """Check that the key of a waiting request has not moved without progress or a new `key_epoch()`."""
         if request.is_resident:
             return
         state = (self.policy.key_epoch(), _progress_of(request))

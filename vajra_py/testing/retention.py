@@ -45,10 +45,10 @@ def check_retention(
 ) -> None:
     """Run a retention policy with its default parameters, or `params`, in every situation.
 
-    Checks that it has the methods of the Protocol, that its keys move as declared and agree with its lines, that every
-    request ends whatever the policy pins, that it does not change its views, reads no clock and no global random
-    numbers, evicts the same blocks in equal runs, and evicts blocks in order of release if it declares that. Raises
-    `AssertionError` with the name of the policy and the finding.
+    The policy must have the methods of the Protocol. Its keys must move as declared and agree with its lines. Its pins
+    must not keep a request from ending. It must not change its views, or read a clock or global random numbers. It must
+    evict the same blocks in equal runs, and in order of release if it declares that. Raises `AssertionError` with the
+    name of the policy and the finding.
     """
     what, otherwise = f"retention policy {spec.name!r}", "two equal runs kept different content"
     check_situations(what, spec, partial(_run, spec, params or {}), SITUATIONS, otherwise, policy_timeout_s)

@@ -1,4 +1,7 @@
-"""Conformance suite of routing parts: each is tested as a replicaset scheduler, in a router that checks its contract.
+"""Conformance suite of routing parts.
+
+Each part is tested in a router that contains only this part, acts as the replicaset scheduler, and checks the part's
+contract.
 
 A package's own tests need one function:
 
@@ -104,9 +107,9 @@ class PartProbe:
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """Return a replica that is up, chosen with the help of the part; None if none is up.
 
-        With a scorer, it is the replica with the highest score; with a filter, one that the filter keeps; with a
-        picker, the one picked; with a decider, the last one if the request is disaggregated. In all other cases, it is
-        the next replica in turn.
+        A scorer selects the replica with the highest score, a filter one of the replicas that it keeps, and a picker
+        the replica that it picks. If a decider returns True, the last replica is selected. In all other cases, the
+        next replica in turn is selected.
         """
         up = [one for one in replicas if one.is_up]
         if not up:

@@ -299,7 +299,7 @@ def _fork_and_join(width: int) -> list[tuple[int, ...]]:
 def _with_adapters(
     make: Callable[[np.random.Generator, int], list[RequestSpec]],
 ) -> Callable[[np.random.Generator, int], list[RequestSpec]]:
-    """Return a function that draws requests with `make`, and states an adapter for three out of four."""
+    """Return a function that draws requests with `make`, and gives three of every four requests an adapter."""
     names = ("", *(one.name for one in _ADAPTERS))
     return lambda stream, num_replicas: [
         replace(spec, adapter=names[index % len(names)]) for index, spec in enumerate(make(stream, num_replicas))

@@ -68,7 +68,7 @@ def simulated_system(
 
 
 def serve(controller: Controller, simulator: Simulator, specs: Sequence[RequestSpec]) -> None:
-    """Serve requests to their end. Raises `AssertionError` or `RuntimeError` if any is left, or a block is lost."""
+    """Serve requests to their end. Raises `AssertionError` or `RuntimeError` if a request is left or a block lost."""
     simulator.run(specs)
     controller.check_conservation()
     require(controller.num_alive == 0, f"{controller.num_alive} requests are left")

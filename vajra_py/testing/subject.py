@@ -53,7 +53,7 @@ class Subject:
     def run(self, scenario: Scenario, interposing: Interposing | None = None, rules: Rules = COUNTED) -> Outcome:
         """Run the policy in a scenario, wrapped by `interposing` if given.
 
-        Raises `AssertionError` with the scenario's name.
+        If the run fails, raises `AssertionError` with the scenario's name.
         """
         layer = self.layer
 

@@ -72,7 +72,7 @@ class Connector:
         formed before the result of the last step is known.
         """
         self._void: dict[str, Request] = {}
-        """Requests whose computed tokens are void and that the mechanism must end; kept until no step computes them."""
+        """Requests with void tokens (computed from KV that was not loaded), until their end and their last step."""
         self._newly_void: dict[str, Request] = {}
         self._formed: deque[bool] = deque()
         """For each step in flight, True if policies formed it, False if it is empty."""
@@ -94,7 +94,7 @@ class Connector:
         is no such request.
         """
         self._loaded: set[str] = set()
-        """Requests that wait for admission after an asynchronous load, which may still be pending."""
+        """Requests that wait for admission and whose asynchronous load has begun; the load is pending or complete."""
         self._loading: set[str] = set()
         self._sending: set[str] = set()
         """Requests whose KV is being sent."""
@@ -317,7 +317,7 @@ class Connector:
         return ([block + 1 for block in self._memory.block_table(own)],)
 
     def voided_by(self, output: Any, step: SchedulerOutput) -> set[str]:
-        """Return the ids of requests whose results of this step are void because one of their blocks was not loaded."""
+        """Return the ids of requests whose results of this step are void, because blocks of theirs were not loaded."""
         if not output or not output.invalid_block_ids:
             return set(self._void)
         if self._managed is not None:
@@ -331,7 +331,7 @@ class Connector:
         return {*self._newly_void, *self._void}
 
     def land(self, output: Any) -> None:
-        """End the step in flight, and give the workers' report to the connector, whose errors are passed on."""
+        """End the step in flight, and pass the workers' report to the connector. Errors of the connector are raised."""
         report = self._report(output) if output else None
         if self._late is not None:
             self._void |= self._newly_void
@@ -340,10 +340,10 @@ class Connector:
         self._forget_step(output)
 
     def land_late(self, output: Any) -> list[Request]:
-        """Process the workers' report on a step that the mechanism had ended when it formed the next one.
+        """Process the workers' report on a step that the mechanism ended earlier, when it formed the next step.
 
-        Returns the requests that ended with that step although one of their loads had failed. Errors of the connector
-        are passed on.
+        Returns the requests that ended with the reported step and whose result is void because a load failed. Errors of
+        the connector are passed on.
         """
         assert self._late is not None
         ended = [one for one in self._newly_void.values() if one.state is RequestState.ENDED]
@@ -360,7 +360,7 @@ class Connector:
         return self._void.get(request.request_id) is request
 
     def computes_again(self, request: Request) -> bool:
-        """Return whether a request with a void result must be computed again; if so, its client awaits more tokens."""
+        """Return whether a request with a void result is to be computed again; if so, expect no report of its end."""
         if not self.recomputes:
             return False
         if self._late is not None:
@@ -382,8 +382,8 @@ class Connector:
             self._figures = own if self._figures is None else self._figures.aggregate(own)
 
     def _late_report(self, late: LateEnds, report: KvReport) -> KvReport:
-        """Return the report with the number of returned steps (0 if the step was empty, else 1), and with `sent`
-        replaced by the requests that no longer need their blocks.
+        """Return the report with two fields changed: `num_returned` is 0 if the step was empty, else 1; `sent` lists
+        the requests that no longer need their blocks.
         """
         for request in report.sent:
             late.sent(request)
@@ -416,8 +416,8 @@ class Connector:
     # Faults of policies
 
     def relieve(self) -> None:
-        """Do not report the end of a request to the connector if the mechanism ends the request because a policy
-        violated the contract: the fallback policies will continue the request.
+        """From now on, do not report ends to the connector that follow from a policy's violation of the contract: the
+        fallback policies will continue these requests.
         """
         self._relieves = True
 

@@ -30,7 +30,7 @@ class Endings:
     def __init__(self, *, lists_finished: bool) -> None:
         self._failed: list[_Failed] = []
         self._finished: dict[int, set[str]] | None = {} if lists_finished else None
-        """Ids of ended requests by client index, so that clients stop tracking them; None if not listed."""
+        """Ids of ended requests by client index, so that clients stop tracking them; None if unused."""
 
     @property
     def is_pending(self) -> bool:
@@ -81,8 +81,10 @@ class Endings:
 
 
 class RefusedStreams:
-    """Requests with streamed input, which is unsupported: a chunk is refused, and the stream's further chunks are
-    ignored until the refusal is reported; the next chunk after that is refused again.
+    """Requests with streamed input, which is unsupported.
+
+    The first chunk of a stream is refused. Further chunks are ignored until the refusal has been reported to the
+    client; a chunk after that is refused again.
     """
 
     def __init__(self) -> None:

@@ -103,9 +103,7 @@ class VllmBlockHashes(TokenBlockHashes):
 
 
 class KvFeed(ContentEvents):
-    """Collects the events of the prefix cache; as in vLLM, a block with the same content as another one causes events
-    too.
-    """
+    """Collects the events of the prefix cache. As in vLLM, each of several blocks with equal content causes events."""
 
     def __init__(self, kind: str) -> None:
         """Create an empty feed; `kind` is vLLM's name for the kind of KV blocks."""
@@ -119,7 +117,7 @@ class KvFeed(ContentEvents):
         self.events.append(event)
 
     def stored(self, hashes: Sequence[Hashable]) -> None:
-        """See `ContentEvents`; the cache is empty when events begin."""
+        """See `ContentEvents`. `hashes` must be empty: the collection of events begins with an empty cache."""
         assert not hashes
 
     def copy_left(self, block_hash: Hashable) -> None:

@@ -62,11 +62,11 @@ class LateEnds:
 
     @property
     def unreported(self) -> Collection[Request]:
-        """Ended requests of the mechanism whose last token is not known yet."""
+        """Requests that have ended in the mechanism and whose last token is not known yet."""
         return self._unreported.values()
 
     def void(self, request: Request) -> None:
-        """Expect no notification of the end of a request whose last step is void: the client still awaits tokens."""
+        """Stop waiting for the end of a request to be reported: its last step is void, and its client awaits tokens."""
         self._unreported.pop(request.request_id, None)
 
     def forget(self, request: Request) -> None:

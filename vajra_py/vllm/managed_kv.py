@@ -77,7 +77,7 @@ class _Held:
         self.found: tuple[Any, int, int] | None = None
         """Result of vLLM's `get_computed_blocks` (the request's prefix hit); None if there was no lookup."""
         self.found_at: tuple[int, int] = (-1, -1)
-        """Version of the memory and length of the request at the time of that lookup."""
+        """Version of the memory and length of the request when `found` was looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class ManagedKv(WithoutKvExtras):
         self._table: dict[str, list[Any]] = widest.req_to_blocks
         """Block tables of resident requests in the group with the widest window; attention tables are equally long."""
         self._num_entered: dict[str, int] = widest.num_cached_block
-        """Number of blocks in the prefix cache for each of these tables; a lower bound for a request's other tables."""
+        """Number of blocks of each of these tables in the prefix cache; its request's other tables have no fewer."""
         self._held: dict[KvRequest, _Held] = {}
         self._version = 0
         """Incremented whenever results of prefix lookups or block counts may change."""
@@ -177,7 +177,7 @@ class ManagedKv(WithoutKvExtras):
 
     @property
     def growth_headroom(self) -> int:
-        """Number of requests for which `grow_each` would succeed now, whichever requests they are."""
+        """Number of resident requests, whichever they are, for which `grow_each` would succeed now."""
         return self.free_blocks // self._num_growing
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -297,7 +297,7 @@ class ManagedKv(WithoutKvExtras):
         return int(self._coordinator.find_longest_cache_hit(named, longest)[1])
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Return how many tokens would be prefix hits if the request were admitted now; the last token never is."""
+        """Return the number of prefix hits, in tokens, if the request were admitted now; the last token is no hit."""
         return 0 if any(self.tables(request)) else self._found(request)[1]
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:
@@ -471,7 +471,7 @@ class ManagedKv(WithoutKvExtras):
                 raise ValueError(f"ManagedKv.grow_each: {self.free_blocks} blocks are too few ({request!r})")
 
     def free(self, request: KvRequest, num_computed_tokens: int | None = None, *, for_good: bool = False) -> None:
-        """Free a request's blocks (end, abort, or preemption by recomputation)."""
+        """Free a request's blocks at its end, abort, or preemption by recomputation; other arguments are ignored."""
         held = self._held[request]
         held.num_loaded = 0
         self.manager.free(held)

@@ -6,9 +6,9 @@ same events at the same ticks makes the same decisions.
 
 With asynchronous scheduling, vLLM requests a step before it returns the tokens of the last one. Their number is known
 (each request without tokens left to compute samples one), so the turn ends the last step with tokens of unknown
-identity. Their ids become known a turn later; if they stop a request, it ends with the step in flight at that time.
-With drafts, the number of tokens is unknown too: accepted drafts are counted (`Mechanism.accept`) while the next step,
-which reserves room for all of them, is in flight.
+identity. The ids of these tokens become known a turn later; if such a token stops its request, the request ends with
+the step that is in flight then. With drafts, the number of tokens is unknown too. The next step therefore reserves room
+for all drafts, and `Mechanism.accept` counts the accepted ones while that step is in flight.
 
 The other modules of the scheduler, except `noted_connector`, use the runtime only through this one.
 """
@@ -138,8 +138,8 @@ class _Executor:
         is_unseen: True if steps are formed before their drafts are known; the largest allowed number of drafts is then
             planned.
         newest: tokens proposed for requests whose output has not changed since.
-        proposals: earlier proposals for other requests: the number of output tokens before the proposal, and its
-            tokens.
+        proposals: earlier proposals, for other requests, as pairs (number of the request's output tokens at the time of
+            the proposal, proposed tokens).
     """
 
     is_unseen: bool = False
@@ -344,7 +344,7 @@ class Mechanism(Backend[_VllmReplica]):
             self._driver.events.push(self._turn, Phase.FAILURE, structs.replace(self._gate, tick=self._turn))
 
     def arrive(self, submission: Submission) -> None:
-        """Submit a request before the next step. Requests of one turn are ordered by arrival, then by name, as in vLLM."""
+        """Submit a request before the next step. As in vLLM, requests of a turn are ordered by arrival, then by id."""
         self.open_turn()
         self._arriving.append(submission)
 
@@ -405,9 +405,9 @@ class Mechanism(Backend[_VllmReplica]):
         self._driver.events.push(tick, Phase.FAILURE, Stall(tick, self.replica.replicaset))
 
     def stop(self, request: Request) -> None:
-        """End the request, whose last token is known, with the step in flight.
+        """End a request whose last token is known. It ends with the step in flight.
 
-        A request that the step in flight does not compute is aborted instead.
+        A request that is not part of the step in flight is aborted instead.
         """
         if self._one.plan is not None and self._one.plan.computes(request):
             self._one.stopped.add(request)
@@ -450,7 +450,7 @@ class Mechanism(Backend[_VllmReplica]):
         return self._executor.is_unseen
 
     def planned_drafts(self, plan: StepPlan) -> list[list[int]]:
-        """Return the draft tokens for each entry of `plan.drafts` as read-only lists; -1 is a place without a draft."""
+        """Return the draft tokens for each entry of `plan.drafts` as read-only lists; -1 marks an unknown token."""
         places = [[-1] * count for count in range(self.replica.limits.max_draft_tokens + 1)]
         drafted, executor = plan.drafted, self._executor
         if executor.is_unseen:
@@ -482,7 +482,7 @@ class Mechanism(Backend[_VllmReplica]):
             self.take_report(report)
 
     def take_report(self, report: KvReport) -> None:
-        """Apply a report of a connector's workers that came without a step, or with the step before the one in flight."""
+        """Apply a report of a connector's workers that came without a step, or with a step that ended earlier."""
         self._driver.advance_to(self.open_turn())
         if self._one.plan is not None:
             self._turn = None  # the step in flight must end in a later turn than this one

@@ -1,7 +1,8 @@
 """Translate plans into messages for vLLM's workers, as changes to the workers' state.
 
-A steady step (exactly the decodes of the step before) reads a request only if it needs a block: ids do not change,
-every count grows by one, and the positions of the requests that need a block at each step are known.
+A step is steady if it consists of exactly the decodes of the step before. Its message is built without reading the
+requests, except those that need a block: ids do not change, every count grows by one, and the positions of the requests
+that need a block are known for each step.
 """
 
 from __future__ import annotations

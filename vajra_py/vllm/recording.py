@@ -50,7 +50,7 @@ class SessionRecording:
 def start_recording(
     run: RunRecording, mechanism: Mechanism, vllm_config: Any, description: Mapping[str, Any]
 ) -> SessionRecording:
-    """Start a recording, which is finished before the process of a stopped vLLM ends."""
+    """Start a recording, and arrange that it is finished before the scheduling process of a stopped vLLM ends."""
     abort_at_once(vllm_config)
     end_before_workers()
     return SessionRecording(run, mechanism, description)

@@ -38,7 +38,7 @@ _DISCARDED = VllmSampling(temperature=0.0, max_tokens=1)
 
 
 class Workers(Protocol):
-    """Interface of `VllmWorkers`, for tests to replace them."""
+    """Interface of `VllmWorkers`; tests use other implementations."""
 
     facts: ModelFacts
     is_cpu: bool
@@ -61,14 +61,15 @@ class _Row:
     """State of the request in a slot, and of its counterpart at the workers.
 
     Attributes:
-        keeps: True if a single request at the workers stands for this one from its first chunk to its end.
-        tokens: its token ids as far as they are known here; with `keeps`, its prompt and the output that it had when it got the slot.
-        blocks: its block table.
-        name: its name at the workers; empty if they do not have it.
-        num_sent: number of leading entries of its block table that were sent.
+        keeps: True if the request stays one and the same request at the workers, from its first chunk to its end.
+        tokens: the request's token ids as far as they are known here; with `keeps`, its prompt and the output that it
+            had when it got the slot.
+        blocks: the request's block table.
+        name: the request's name at the workers; empty if they do not have the request.
+        num_sent: number of leading entries of the block table that were sent.
         num_computed: number of tokens in KV memory.
-        num_sampled: number of tokens sampled under this name.
-        is_moved: True if its block table was replaced since it was sent.
+        num_sampled: number of tokens sampled under `name`.
+        is_moved: True if entries of the block table were replaced after they had been sent.
     """
 
     new: NewRow
@@ -204,7 +205,7 @@ class VllmRunner:
             self._next.add_new(scheduled, self._known(row, chunk), self._sampling(row, chunk))
 
     def _scheduled(self, row: _Row, num_tokens: int) -> Scheduled:
-        """Return the next tokens of a row, which then count as computed, and its unsent blocks, which count as sent."""
+        """Return a row's next `num_tokens` tokens and unsent blocks, and record them as computed and sent."""
         scheduled = Scheduled(row.name, num_tokens, row.num_computed, row.blocks[row.num_sent :])
         row.num_sent = len(row.blocks)
         row.num_computed += num_tokens
@@ -219,7 +220,7 @@ class VllmRunner:
         row.num_sampled = row.num_sent = 0
 
     def _known(self, row: _Row, chunk: Chunk) -> list[int]:
-        """Return the prompt with which a request is sent; tokens before its chunk are in KV memory and not read."""
+        """Return the prompt to send for a request. Workers do not read tokens before the chunk, so these may be 0."""
         if not row.keeps:
             tokens, start = row.tokens, chunk.num_computed
             tokens += [0] * (start - len(tokens))
@@ -237,7 +238,7 @@ class VllmRunner:
     # Results
 
     def _read(self, slot: int, output: Any, results: _Results, *, samples: bool) -> None:
-        """Store a step's result for one of its rows; `samples` is false if its token is discarded."""
+        """Store a step's result for the request in a slot; `samples` is false if the sampled token is discarded."""
         row = self._rows[slot]
         place = output.req_id_to_index[row.name]
         tokens = output.sampled_token_ids[place]

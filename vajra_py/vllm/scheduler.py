@@ -178,9 +178,9 @@ class Scheduler(WithoutExtras):
     # Requests
 
     def add_request(self, request: VllmRequest) -> None:
-        """Accept a request, which is queued with the next step.
+        """Accept a request; it enters the queue when the next step is formed.
 
-        One that cannot be served ends with an `error` output.
+        A request that cannot be served ends with an `error` output.
         """
         if self._streams.answers(request, self.requests):
             return
@@ -343,7 +343,7 @@ class Scheduler(WithoutExtras):
             self.mechanism.step()
 
     def _after_nothing(self) -> StepPlan | None:
-        """Handle a turn without a step while none is in flight; too many in a row are a contract violation."""
+        """Handle a turn that forms no step while no step is in flight; too many in a row violate the contract."""
         is_left_idle = self._pause is not PauseState.UNPAUSED or self.mechanism.replica.builder.idle_at is not None
         if self._connected is not None and self._connected.is_awaited:
             is_left_idle = True
@@ -373,9 +373,9 @@ class Scheduler(WithoutExtras):
 
     @property
     def _may_fall_back(self) -> bool:
-        """True unless there is a connector and blocks are being loaded, sent, or written by a step.
+        """True if there is no connector, or no block is being loaded, sent, or written by a step.
 
-        A fallback may reassign all blocks.
+        The reason for waiting is that a fallback may reassign all blocks.
         """
         return self._connected is None or (self._connected.is_quiet and not self._is_busy)
 
@@ -507,7 +507,7 @@ class Scheduler(WithoutExtras):
         if void:
             find = {name: one for name, one in self._records.items() if name not in void}.get
         first = sys.maxsize if has_more else 2
-        """Output length from which tokens that do not end their request are sent to the client as ids only."""
+        """Output length from which a client gets only ids of tokens, unless they end the request."""
         outputs, accepted = dict[int, list[EngineCoreOutput]](), dict[Request, int]()
         for index, (name, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True)):
             if not tokens or (record := find(name)) is None:
@@ -587,7 +587,7 @@ class Scheduler(WithoutExtras):
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """Write the draft tokens of a step formed ahead into its message; those that grammars reject stay -1."""
+        """Write draft tokens into the message of a step formed ahead; from the first one that a grammar rejects: -1."""
         planned, invalid = scheduler_output.scheduled_spec_decode_tokens, dict[str, int]()
         for name, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             record = self._records.get(name)
@@ -680,7 +680,7 @@ class Scheduler(WithoutExtras):
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Drop all cached blocks; return False and keep them if requests hold blocks that they may not lose.
 
-        `reset_connector`: in either case, the connector drops its content too; return False if it cannot.
+        `reset_connector`: the connector drops its content too, even if the blocks are kept; return False if it cannot.
         """
         is_refused = self._num_running and not reset_running_requests
         if self._connected is not None:  # blocks that are being loaded or sent must be kept

@@ -1,8 +1,8 @@
 """Settings for scheduling a vLLM: an experiment file, completed with the sizes that vLLM determines.
 
 The file is named by `--additional-config '{"vajra": {"experiment": "FILE"}}'` or by the environment variable
-`VAJRA_VLLM_EXPERIMENT`; both reach vLLM's scheduling process. Without a file, vLLM's own options apply to its own
-algorithm (preset `vllm-v1`). A folder for recording the session is set in the same way (`save_run`,
+`VAJRA_VLLM_EXPERIMENT`; both reach vLLM's scheduling process. Without a file, vLLM's own algorithm schedules (preset
+`vllm-v1`), with vLLM's own options. A folder for recording the session is set in the same way (`save_run`,
 `VAJRA_VLLM_SAVE_RUN`).
 """
 
@@ -110,7 +110,10 @@ def sizes_of(vllm_config: Any, block_size: int, num_blocks: int, version: tuple[
 
 
 def fallback_of(config: SystemConfig, registry: Registry) -> dict[Layer, PolicyChoice] | None:
-    """Return the policies of the preset `backend.vllm.fallback`; None without a fallback. Raises `ConfigError`."""
+    """Return the policies of the preset `backend.vllm.fallback`; None without a fallback.
+
+    Raises `ConfigError` if this preset cannot be used.
+    """
     settings = config.backend.settings
     if settings.fallback is None:
         return None
@@ -182,7 +185,7 @@ def _experiment_of_file(
         raise ConfigError(Problem(str(path), message, "Allowed: `scheduling` or `preset` at the top of the file"))
     scheduling = entries.get("scheduling")
     if isinstance(scheduling, dict) and "preset" not in entries and "replicaset_scheduler" not in scheduling:
-        overrides = ["scheduling.replicaset_scheduler=round_robin", *overrides]  # any one will do for a single replica
+        overrides = ["scheduling.replicaset_scheduler=round_robin", *overrides]  # any policy will do for one replica
     backend = entries.get("backend")
     section = backend.get("vllm") if isinstance(backend, dict) else None
     if not isinstance(section, dict):

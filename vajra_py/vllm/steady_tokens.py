@@ -1,7 +1,7 @@
 """Process the tokens of a step in bulk if its requests are those of the step before.
 
-Most decode steps end no request. Then outputs grow, and clients receive token ids, without checks of single requests:
-the tokens that would end any of them are known for the whole batch.
+Most decode steps end no request. In such a step, outputs grow and clients receive token ids without a check of each
+request, because the tokens that would end any of the requests are known for the whole batch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _Batch:
     Attributes:
         client: index of their client; None if there are several.
         stops: token ids that end any of them.
-        num_left: lower bound on the number of tokens that every request can still take before any request must be
-            checked individually.
+        num_left: number of tokens that can surely be added to each output before a request must be checked
+            individually; a lower bound.
     """
 
     records: list[Record]
@@ -49,7 +49,7 @@ class _Batch:
     num_left: int = 0
 
     def count_left(self) -> int:
-        """Recompute `num_left`, which is only a lower bound between calls."""
+        """Recompute and return `num_left`; it is exact now, and later only a lower bound."""
         self.num_left = min(record.plain_until - len(record.output) for record in self.records)
         return self.num_left
 

@@ -119,8 +119,8 @@ class StepMessage:
     ) -> None:
         """Add tokens of a request that was sent to the workers before.
 
-        Its blocks are appended to its block table, or replace it if the request is resumed. `all_tokens` (prompt and
-        output) are needed if it was not part of the step before.
+        The blocks are appended to the request's block table, or replace it if the request is resumed. `all_tokens`
+        (prompt and output) are needed if the request was not part of the step before.
         """
         name, num_tokens, num_computed, blocks = scheduled
         self.go_on(name, num_tokens, num_computed, num_outputs, blocks)
@@ -164,7 +164,7 @@ class StepMessage:
         self._num_tokens += sum(num_tokens.values())
 
     def verify(self, drafts: Mapping[str, list[int]]) -> None:
-        """Set the drafts to verify, which are the last scheduled tokens of each request; -1: a place without a draft."""
+        """Set the draft tokens to verify, the last scheduled tokens of each request; -1 marks an unknown token."""
         self._drafts.update(drafts)
 
     def clear(self, blocks: Sequence[int]) -> None:

@@ -96,7 +96,7 @@ _MANAGED = (*_FULL, "SlidingWindowSpec", _STATE)
 
 
 def holds_states(spec: Any) -> bool:
-    """Return whether a group of KV blocks holds states of layers, whose number does not grow with a request."""
+    """Return whether a group of KV blocks holds states of layers; their number does not grow with a request."""
     return type(spec).__name__ == _STATE
 
 
@@ -116,7 +116,7 @@ def block_size_of(kv_cache_config: Any, block_size: int) -> int:
 def needs_manager(kv_cache_config: Any, block_size: int, hash_block_size: int) -> bool:
     """Return whether vLLM's KV manager is needed; this project's memory handles a single table of full attention.
 
-    Raises `ConfigError` for KV caches that neither supports.
+    Raises `ConfigError` for KV caches that neither the manager nor this project's memory supports.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if len(specs) == 1 and _keeps_blocks(specs[0]):

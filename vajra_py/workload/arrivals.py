@@ -130,8 +130,9 @@ class QuantileGaps(_Renewal):
         return np.exp(np.interp(rng.random(size), self.probabilities, logs)) / (self.rate * self._mean_gap_s())
 
     def _mean_gap_s(self) -> float:
-        """Return the mean gap of the interpolated table in seconds, by integrating the gap, which is exponential in the
-        probability between entries.
+        """Return the mean gap of the interpolated table in seconds: the integral of the gap over the probability.
+
+        Between entries, the gap is an exponential function of the probability.
         """
         low, high = np.array(self.gaps_s[:-1]), np.array(self.gaps_s[1:])
         ratio = np.log(high / low)
@@ -219,8 +220,8 @@ class OnOff(_Modulated):
     )
 
     def stretches(self, modulation: np.random.Generator) -> Iterator[tuple[F64, F64]]:
-        """Yield on and off times in turn; the first state is drawn with each state's share of the time as its
-        probability.
+        """Yield on and off times in turn. The first one is an on time with a probability equal to the mean fraction of
+        time that is on.
         """
         cycle_s = self.mean_on_s + self.mean_off_s
         on_rate = self.rate * cycle_s / (self.mean_on_s + self.off_rate_fraction * self.mean_off_s)

@@ -116,9 +116,9 @@ def _sampled(workload: Workload, config: FileOptions, rng_for: RngFor) -> Worklo
 def _at_pace(workload: Workload, config: WorkloadOptions, expected: float | None) -> Workload:
     """Return the workload stretched to `config.rate`, or unchanged if its source has applied this rate.
 
-    If `expected`, the mean rate over all seeds before stretching, is known, the results of all seeds have `config.rate`
-    on average; otherwise the result has exactly this rate. Raises `WorkloadError` if requests follow one another and
-    the workload does not have this rate already.
+    `expected` is the mean rate over all seeds before stretching. If it is known, `config.rate` is the mean rate over
+    the results of all seeds. If it is None, each result has exactly this rate. Raises `WorkloadError` if requests
+    follow one another and the workload does not have this rate already.
     """
     assert config.rate is not None  # checked by the caller
     if config.starts_sessions_at_rate and workload.columns.session_id is not None:

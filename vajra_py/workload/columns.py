@@ -1,8 +1,8 @@
 """Columnar storage of a workload's requests.
 
 Invariants: all columns are as long as `arrived_at`; the row of a request comes after the rows of its parents (the
-requests that it follows); an absent column stands for the default of `RequestSpec` in every row, except that an absent
-`parent_calls` stands for the parents of each call of a program.
+requests that it follows); an absent column stands for the default of `RequestSpec` in every row. The one exception is
+`parent_calls`: if it is absent, each call of a program states its parents.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Columns(Struct, frozen=True):
         return format.values(column.slice(start, stop) if isinstance(column, StringColumn) else column[start:stop])
 
     def _parent_calls(self, programs: StringColumn, start: int, stop: int) -> list[tuple[str, ...]]:
-        """Return the ids of each program call's parents, for workloads whose clients do not state them."""
+        """Return the ids of the parents of each program call, for workloads without the column `parent_calls`."""
         ids = self.request_id
         return [
             tuple(ids[parent] for parent in self.parents(row)) if program else ()

@@ -46,8 +46,8 @@ class SegmentSpace(Struct, frozen=True):
         return (self.label, number) if self.label else number
 
     def renamed(self, prefix: str, *, share: bool) -> SegmentSpace:
-        """Return the space that applies once `prefix` has been put before the request ids. With `share`, only the ids
-        of outputs change.
+        """Return the rule for a workload whose request ids are prefixed with `prefix`. With `share`, only the segment
+        ids of outputs change; otherwise all segment ids do.
         """
         if self.kind == "output":
             return SegmentSpace("output", prefix + self.label)
@@ -125,8 +125,8 @@ class ContentColumn(Struct, frozen=True):
         return ContentColumn(self.store, self.nodes[rows])
 
     def renamed(self, prefix: str, *, share: bool) -> ContentColumn:
-        """Return the column that applies once `prefix` has been put before the request ids. With `share`, only the ids
-        of outputs change.
+        """Return the column for a workload whose request ids are prefixed with `prefix`. With `share`, only the segment
+        ids of outputs change; otherwise all segment ids do.
         """
         store = self.store
         spaces = tuple(space.renamed(prefix, share=share) for space in store.spaces)
@@ -182,7 +182,7 @@ class ContentBuilder:
     def store(self, spaces: tuple[SegmentSpace, ...] | None = None) -> ContentStore:
         """Return the store of everything added so far.
 
-        `spaces` replaces the spaces passed to the constructor, if their tables of ids were not complete at that time.
+        `spaces`: replacement for the spaces passed to the constructor; needed if their tables of ids have grown since.
         """
         arrays = (np.array(a, dtype=np.int64) for a in (self._parent, self._space, self._number, self._tokens))
         return ContentStore(spaces if spaces is not None else self._spaces, *arrays)

@@ -1,8 +1,8 @@
 """Distributions of lengths, gaps and think times, and joint draws of two of them.
 
-A distribution is defined by its inverse: it maps standard normal numbers z to the values at the same quantiles. So a
-Gaussian copula (correlated z) can join any two distributions, and further draws never change earlier ones. The unit of
-values depends on the use: tokens for lengths, seconds for times.
+A distribution is defined by its inverse: it maps each standard normal number z to the value at the same quantile. So a
+Gaussian copula (correlated z) can join any two distributions. Each value depends on a single z, so further draws never
+change earlier values. The unit of values depends on the use: tokens for lengths, seconds for times.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class Table:
 
 
 def _rows(file: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield (number of its last line, its cells) for each non-blank row of a CSV file, header included."""
+    """Yield (number of the row's last line, cells) for each non-blank row of a CSV file, header included."""
     reader = csv.reader(iter_lines(file))
     while True:
         try:

@@ -189,9 +189,9 @@ class WorkloadOptions(WorkloadSection):
         """Return the mean rate of the source over all seeds, in requests per second, before these options are applied;
         None if it is unknown.
 
-        With a mean rate, `rate` stretches the workloads of all seeds by one factor. Without one, each seed's workload
-        is stretched by a factor of its own; for a file, whose arrivals are the same for every seed, the factors are
-        equal.
+        If the mean rate is known, the option `rate` stretches the workloads of all seeds by the same factor. If it is
+        unknown, each seed's workload is stretched by its own factor. These factors are equal for a file, because its
+        arrivals are the same for every seed.
         """
         return None
 

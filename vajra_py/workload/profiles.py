@@ -167,9 +167,9 @@ def _session_requests(
 ) -> Workload:
     """Return the first `n` requests, session by session.
 
-    The number of sessions is doubled until they have `n` requests. `arrivals` holds an arrival process of sessions, and
-    a rate of requests (None: not given). With a rate, sessions arrive as a Poisson process instead, at this rate
-    divided by the mean number of turns.
+    The number of sessions is doubled until they have `n` requests. `arrivals` is a pair (arrival process of sessions,
+    rate of requests per second or None). If the rate is given, the process is replaced by a Poisson process of sessions
+    with this rate divided by the mean number of turns.
     """
     process, rate = arrivals
     streams = _Replayed(rng_for)
@@ -203,7 +203,10 @@ class _Replayed:
 
 
 def _mixed_requests(classes: Sequence[RequestClass], arrivals: ArrivalProcess, rng_for: RngFor, n: int) -> Workload:
-    """Draw requests, each of a class drawn by the classes' shares; prompts start with the class's shared prefix."""
+    """Draw a class for each request by the classes' shares, and the request from its class.
+
+    A prompt starts with the shared prefix of its class.
+    """
     times = arrival_times(arrivals, rng_for("arrivals"), rng_for("arrival_rates"), num_requests=n)
     bounds = np.cumsum([kind.share for kind in classes])
     kinds = np.searchsorted(bounds / bounds[-1], rng_for("classes").random(n), side="right")

@@ -157,8 +157,8 @@ def programs_workload(
     `arrival_rates`, `shapes`, `graphs`, `lengths`, `think_times`, `system_prompts`.
 
     Raises:
-        WorkloadError: neither bound is given for an endless process, or `max_context_tokens` leaves no room for new
-            text after a system prompt.
+        WorkloadError: neither `num_programs` nor `duration_s` is given for an endless process, or `max_context_tokens`
+            leaves no room for new text after a system prompt.
     """
     starts = arrival_times(
         arrivals, rng_for("arrivals"), rng_for("arrival_rates"), num_requests=num_programs, duration_s=duration_s

@@ -4,10 +4,12 @@ A window is an unchanged interval of the trace. The block bootstrap treats the t
 blocks of it (D. N. Politis and J. P. Romano, "A circular block-resampling procedure for stationary data", 1992), so
 that every request is equally likely. Thinning keeps each request, or each unit of requests, with a fixed probability.
 
-A *unit* is a set of requests that are kept together: those of one program or session or linked by `follows`, or a
-single request. If the content of prompts is known, so that they may share prefixes, the bootstrap rejects the trace,
-and so does thinning unless every request belongs to a program or session: the sample would have another rate of prefix
-hits than the trace.
+A *unit* is a set of requests that are kept together: the requests of one program or session, requests linked by
+`follows`, or a single request.
+
+If the content of prompts is known, prompts may share prefixes, and the rate of prefix hits in a sample may differ from
+that in the trace. The bootstrap therefore rejects a trace with known content. Thinning rejects it unless every request
+belongs to a program or session.
 """
 
 from __future__ import annotations
@@ -137,11 +139,11 @@ def block_bootstrap(
     """Concatenate blocks of the workload, at uniformly random starts, until they are as long as the workload.
 
     Exactly one size of blocks is given: `block_s`, a duration in seconds, or `block_requests`, a number of units (see
-    the module). With `block_s`, the sample
-    has the duration of the workload, and its number of requests varies. With `block_requests`, it has the same number
-    of units, each at its recorded gap after the previous one, and its duration varies. A unit belongs entirely to the
-    block that contains its first request. `first` ends the sample after that many requests if each unit is a single
-    request; else it has no effect. Ids are renumbered; ids of sessions and programs include the number of the draw.
+    the module). With `block_s`, the sample has the duration of the workload, and its number of requests varies. With
+    `block_requests`, the sample has as many units as the workload, each at its recorded gap after the previous unit;
+    its duration varies. A unit belongs entirely to the block that contains its first request. `first` ends the sample
+    after that many requests if each unit is a single request; else `first` has no effect. Request ids are renumbered;
+    ids of sessions and programs are extended by the number of the drawn unit.
 
     Raises:
         WorkloadError: the trace is no longer than a block, or the content or token ids of its prompts are known, so

@@ -122,7 +122,8 @@ def sessions_workload(
     `arrival_rates`, `turns`, `lengths`, `think_times`, `system_prompts`, `resets`.
 
     Raises:
-        WorkloadError: neither bound is given for an endless process, or no turn fits `max_context_tokens`.
+        WorkloadError: neither `num_sessions` nor `duration_s` is given for an endless process, or no turn fits
+            `max_context_tokens`.
     """
     starts = arrival_times(
         arrivals, rng_for("arrivals"), rng_for("arrival_rates"), num_requests=num_sessions, duration_s=duration_s

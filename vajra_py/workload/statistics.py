@@ -164,8 +164,9 @@ class _Seen:
 
 
 def shared_prompt_tokens(columns: Columns, content: ContentColumn) -> I64:
-    """Return for each request the number of leading prompt tokens that also begin the prompt of an earlier request, or
-    this prompt followed by the earlier request's output.
+    """Return for each request how many of its leading prompt tokens are also the leading tokens of an earlier request.
+
+    The tokens of an earlier request are its prompt followed by its output.
     """
     seen = _Seen(content.store)
     with_outputs = content.store.has_outputs

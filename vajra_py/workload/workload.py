@@ -34,9 +34,9 @@ _DURATIONS = tuple(fact.name for fact in FACTS if fact.kind is FactKind.DURATION
 class SloClass:
     """A service class and the facts that its requests state.
 
-    `share` is a weight relative to the other classes'. `facts` holds facts of `StatedFacts` by name; requests keep
-    their own value of a fact that is None or absent. But if another class has a duration (such as an SLO) that this
-    class lacks, the requests of this class lose their own value of that duration.
+    `share` is a weight relative to the other classes'. `facts` holds facts of `StatedFacts` by name. If a fact is None
+    or absent there, requests of this class keep their own value of it. Durations (such as SLOs) are an exception: if
+    another class states a duration that this class does not, requests of this class lose their own value of it.
     """
 
     name: str
@@ -280,9 +280,9 @@ class Workload(Sequence[RequestSpec]):
     ) -> Workload:
         """Limit prompts to `max_prompt_tokens`, and the sum of prompt and output to `max_total_tokens`.
 
-        `drop` removes longer requests (their children follow the nearest ancestors kept). `clip` shortens prompts to
-        `max_prompt_tokens` and to `max_total_tokens` - 1, then outputs to the number of tokens that the prompt leaves
-        of `max_total_tokens`. `source["operations"]` records the number of changed requests.
+        `drop` removes longer requests (their children follow the nearest ancestors kept). `clip` first shortens prompts
+        to `max_prompt_tokens` and to `max_total_tokens` - 1. It then shortens outputs until prompt and output together
+        have at most `max_total_tokens`. `source["operations"]` records the number of changed requests.
 
         Raises:
             WorkloadError: a request is too long and `too_long` is "error", or a limit leaves no room for one token each

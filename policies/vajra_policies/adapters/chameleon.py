@@ -47,24 +47,25 @@ class ChameleonConfig(FixedChunkConfig, LengthConfig):
 
 
 class Chameleon(FixedChunk):
-    """Queues requests by size: WRS = (A p / p_max + B d / d_max) a / a_max.
+    """Sorts requests into queues by weighted request size, WRS = (A p / p_max + B d / d_max) a / a_max.
 
-    A request has p prompt tokens, d predicted output tokens, and an adapter of size a.
+    A request has p prompt tokens, d predicted output tokens, and an adapter of size a; A and B are weights.
 
-    - K queues: k-means on the WRS of recent requests, cut midway between centroids.
+    - There are K queues. Their bounds are midway between the centroids of k-means on the WRS of recent requests.
     - Queue i needs S_i D_i (1 / SLO + lambda_i) tokens, with S_i its largest request, D_i the mean duration, and
-      lambda_i the arrival rate. KV memory is divided by need, queues of the smallest sizes first; the rest is divided
-      equally.
+      lambda_i the arrival rate. Of the KV memory, each queue gets what it needs as its quota, the queue of the smallest
+      sizes first; the rest is divided equally.
     - Phase 1: each queue, the smallest sizes first, admits while the sum of p + d of its admitted requests is within
-      its quota; a queue whose quota is unused admits its first request, whatever its size. Phase 2: queues in which no
-      request waits lend their unused quota to the others, the smallest first. When a request ends or is preempted, its
-      tokens return to the queues that were charged. Steps are formed as by `fixed_chunk`.
-    - The idle adapter with the least score is evicted: the weighted sum of frequency f / f_max, recency (rank of the
-      last use, 0 to 1) and size a / a_max.
+      its quota; a queue with no admitted request admits its first request, whatever the request's size. Phase 2: queues
+      in which no request waits lend their unused quotas to the other queues, which borrow in the same order. When a
+      request ends or is preempted, its tokens return to the queues that were charged. Steps are formed as by
+      `fixed_chunk`.
+    - The idle adapter with the least score is evicted. The score is the weighted sum of frequency f / f_max, with f the
+      number of uses, recency (rank of the last use, 0 to 1) and size a / a_max.
 
     a and a_max are in blocks (`num_blocks`); if adapters occupy none, a / a_max is 1, as for requests without an
-    adapter. Each refresh halves the counts of uses. Queues are first built after 16 requests, then each time
-    `refresh_s` have passed or the number of requests seen has doubled.
+    adapter. Queues are first built after 16 requests, and rebuilt each time `refresh_s` have passed or the number of
+    requests seen has doubled. Each rebuild halves the numbers of uses of the adapters.
 
     Left out: the choice of K by the elbow method, prefetching of adapters for waiting requests, memory for the cache
     beyond the slots, and the rule that a request may overtake one that waits for its adapter only if it ends before the
@@ -164,7 +165,7 @@ class Chameleon(FixedChunk):
                     return
 
     def _take(self, request: RequestView, charges: list[tuple[int, int]], batch: BatchBuilder, now: float) -> bool:
-        """Admit a request if possible. Return False if the request lacks memory: no further one is then admitted."""
+        """Admit a request if possible. Return False if it lacks memory: no further request is then admitted."""
         num_tokens = min(batch.max_chunk(request), self._room(batch))
         refusal = batch.add(request, num_tokens)
         if refusal is None:

@@ -50,9 +50,10 @@ class Thresholds:
         self._favourite: str | None = None
 
     def count(self, num_merged: int, num_unmerged: int, favourite: str, *, is_merged: bool) -> None:
-        """Count a step, with the numbers of requests that it would run in each mode.
+        """Count a step, with the numbers of requests that the step would run in merged mode and in unmerged mode.
 
-        `favourite` is the adapter that merged mode would run; in unmerged mode, each change of it counts as a switch.
+        `favourite` is the adapter that merged mode would run. In unmerged mode, each change of `favourite` counts as a
+        switch.
         """
         self._num_steps += 1
         self._num_merged += num_merged
@@ -86,16 +87,19 @@ class Thresholds:
 
 
 class Dlora(Preemptive):
-    """Runs either requests of one adapter (merged mode) or F, the first B requests in the prioritizer's order (unmerged
-    mode); B is the batch limit, and n_a running or waiting requests have adapter a.
+    """Runs either the requests of one adapter (merged mode) or the most urgent requests of any adapter (unmerged mode).
 
-    - Merged mode runs the requests of one adapter alone. It begins if n_a >= `begin` |F| for the adapter with the most
-      requests, and lasts while n_a >= `stay` |F|. Unmerged mode runs F. `Thresholds` learns both shares.
-    - Credits: for each request of F that is passed over, its adapter gets 1 / (r B) from the adapter that runs, or half
-      of that if the batches differ in size; r = merged / unmerged step time. Credits start at 0 and always sum to 0.
-    - An adapter whose credit reaches the bound goes first, before F, until half of the bound is left: each of its
-      requests that takes a place in F costs 1 / B. An adapter is not merged while its debt exceeds the bound times the
-      number of other adapters.
+    B is the batch limit. F is the list of the first B requests in the prioritizer's order. n_a is the number of running
+    or waiting requests with adapter a.
+
+    - Unmerged mode runs F. Merged mode begins if n_a >= `begin` |F| for the adapter a with the most requests, and lasts
+      while n_a >= `stay` |F|. `Thresholds` adapts `begin` and `stay`.
+    - Credits: when merged mode does not run a request of F, the request's adapter gets 1 / (r B) of credit from the
+      adapter that runs, with r = merged / unmerged step time. It gets half of that if merged mode and F differ in their
+      numbers of requests. Credits start at 0 and always sum to 0.
+    - The requests of an adapter whose credit reaches the bound go first, before those of F, until the credit falls
+      below half of the bound: each request that runs instead of one of F costs its adapter 1 / B. Merged mode does not
+      choose an adapter whose debt (negative credit) exceeds the bound times the number of other adapters.
 
     Running requests that are not chosen are paused with their KV, and preempted if the chosen ones lack blocks, as by
     `preemptive`. A request whose adapter has no slot is not counted. Requests of the base model count as requests of
@@ -187,11 +191,11 @@ class Dlora(Preemptive):
         return [one for name in self._ahead for one in line if one.adapter == name][: self._max_batch]
 
     def _settle(self, by_arrival: Sequence[RequestView], chosen: Collection[RequestView], price: float) -> None:
-        """Transfer credit for each request of `by_arrival` that is passed over: `price`, from the adapter of a request
-        that runs instead to the adapter of the request passed over.
+        """Transfer credit for each request of `by_arrival` that is not in `chosen`.
 
-        If the number of requests that run instead differs from the number of those passed over, half of `price` is
-        transferred each time, always from the adapter of the first chosen request.
+        The request's adapter gets `price` from the adapter of a chosen request that is not in `by_arrival`. If the
+        numbers of these two kinds of requests differ, the adapter gets half of `price`, always from the adapter of the
+        first chosen request.
         """
         due, kept = set(by_arrival), set(chosen)
         passed = [one.adapter for one in by_arrival if one not in kept]

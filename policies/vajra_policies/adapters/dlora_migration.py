@@ -42,18 +42,20 @@ class DloraMigrationConfig(PolicyConfig):
 
 
 class DloraMigration(BindsOnArrival):
-    """Binds on arrival to the replica with the least cost = sum over adapters of floor(n_a / B) * `merged_ratio`, +
-    floor(rest / B), + `load_cost` if the replica lacks the request's adapter.
+    """Binds on arrival to the replica of least cost, and moves requests between two replicas of uneven load.
 
-    B is the batch limit, and n_a requests with adapter a wait or run on the replica; the rest are the requests that do
-    not fill a batch of one adapter. Ties go to the replica with the fewest requests.
+    The cost is the sum over adapters of floor(n_a / B) * `merged_ratio`, plus floor(rest / B), plus `load_cost` if the
+    replica lacks the request's adapter. B is the batch limit, and n_a requests with adapter a wait or run on the
+    replica; the rest are the requests that do not fill a batch of one adapter. Ties go to the replica with the fewest
+    requests.
 
-    In every interval, two replicas are paired: those with the most and the least memory in use, if only the first is
-    full; otherwise those with the most and the fewest requests, if the first exceeds the mean by `more_requests`.
-    Requests move from the first to the second while this reduces the longer of the two replicas' times: the sum over
-    requests of the mean time of their adapter, plus `move_s` for each move. Requests whose adapter is loaded at the
-    target move first, then those of one adapter after another, the rarest at the source first; their adapters are
-    loaded afterwards, at most as many as there are slots.
+    In every interval, a source and a target are chosen: the replicas with the most and the least memory in use, if the
+    source is full and the target is not; otherwise the replicas with the most and the fewest requests, if the source
+    exceeds the mean by `more_requests`. Requests move while this reduces the longer of the two replicas' times. A
+    replica's time is the sum over its requests of the mean time of their adapter, plus `move_s` for each request that
+    moves there. Requests whose adapter is loaded at the target move first. The others follow by adapter, the adapter
+    with the fewest requests at the source first; the target loads these adapters afterwards, at most as many as it has
+    slots.
 
     Left out: the integer program, replaced by this greedy choice; more than one target; and the placement of adapters
     ahead of requests, since a load begins with the first request.

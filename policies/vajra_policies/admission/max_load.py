@@ -1,4 +1,4 @@
-"""A bound on the load in the system: further requests are deferred or refused."""
+"""A bound on the load of each replicaset: requests that would exceed it are deferred or refused."""
 
 from __future__ import annotations
 

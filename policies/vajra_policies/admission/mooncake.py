@@ -47,16 +47,16 @@ class MooncakeConfig(PolicyConfig):
 class Mooncake:
     """Refuses a request if its predicted TTFT or the predicted TBT exceeds its SLO.
 
-    For each replica that computes prompts, T = T_queue + T_prefill: the prefill times of the prompts queued there, and
-    the prefill time of this request without its prefix hit. The smallest T is the predicted TTFT. The predicted TBT is
-    the duration of a decode step of the least loaded replica that decodes, with this request added. Mooncake also
-    considers copying the prefix from another replica; that is left out.
+    The predicted TTFT is the smallest T_queue + T_prefill of the replicas that compute prompts: T_queue is the total
+    prefill time of the prompts queued there, and T_prefill is the time to compute the tokens of this prompt that are
+    not cached there. The predicted TBT is the duration of a decode step of the least loaded replica that decodes, with
+    this request added. Left out: copying the prefix from another replica, which Mooncake also considers.
 
     The rules `load` and `predicted_load` are the early rejections of Mooncake's arXiv version. `load` predicts TTFT and
-    TBT from the present load, without this request: decode replicas then fill up only a prefill time after the
-    decision, so that load oscillates. `predicted_load` predicts the decode replicas' load at the end of this request's
-    prefill: requests whose prompt is computed by then have arrived, and those that have decoded for `decode_s` have
-    left.
+    TBT from the present load, without this request. Since an accepted request reaches a decode replica only after its
+    prefill, load oscillates under this rule. `predicted_load` predicts the decode replicas' load at the end of this
+    request's prefill: it adds the requests whose prompts are computed by that time, and subtracts those that have
+    decoded for `decode_s`.
 
     Predictions are recorded among the run's emitted figures.
 

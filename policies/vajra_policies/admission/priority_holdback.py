@@ -46,10 +46,11 @@ class HoldbackConfig(SaturationConfig, HoldingConfig):
 def holdback_ceilings(priorities: Sequence[int], config: HoldbackConfig) -> dict[int, float]:
     """Return the ceiling of each priority; `priorities` is sorted, the most urgent (lowest) first.
 
-    If `config` lists no ceilings, they are spaced between cMin = `min_ceiling` and cMax = `max_ceiling`. With spacing
-    by rank, n priorities and i counted from 0: c_i = cMax - i * (cMax - cMin) / (n - 1). With spacing by value: c_i =
-    cMin + r_i * (cMax - cMin), where r_i is 1 for the most urgent priority, 0 for the least urgent, and linear in the
-    priority's number. A single priority gets cMax. If `config` lists ceilings, a priority that is not listed gets 0.
+    If `config` lists no ceilings, they are spaced between cMin = `min_ceiling` and cMax = `max_ceiling`. The i-th of n
+    priorities, with i counted from 0, gets the ceiling c_i. Spacing by rank: c_i = cMax - i * (cMax - cMin) / (n - 1).
+    Spacing by value: c_i = cMin + r_i * (cMax - cMin), where r_i is 1 for the most urgent priority, 0 for the least
+    urgent, and linear in the priority's number. A single priority gets cMax. If `config` lists ceilings, a priority
+    that is not listed gets 0.
     """
     if config.ceilings:
         return {one: config.ceilings.get(one, 0.0) for one in priorities}

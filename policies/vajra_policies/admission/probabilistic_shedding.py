@@ -36,7 +36,7 @@ class ProbabilisticConfig(SaturationConfig):
 class ProbabilisticShedding:
     """Refuses a request that is not protected, with probability min(1, k * saturation^power).
 
-    With llm-d's k = 300 and power 5, every such request is refused from a saturation of 0.32 on.
+    With llm-d's k = 300 and power 5, every request that is not protected is refused from a saturation of 0.32 on.
 
     Source: llm-d router, `probabilistic-admitter`.
     """

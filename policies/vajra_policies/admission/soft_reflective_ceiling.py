@@ -20,11 +20,11 @@ class SoftReflectiveConfig(SaturationConfig, HoldingConfig):
 
 
 def opening_period(saturation: float, rank: int, num_bands: int) -> int:
-    """Return k, where every k-th cycle is open for a band: 1 if all cycles are open, 0 if none is.
+    """Return k: the band (priority) of this rank is open in every k-th cycle; 1 means in all cycles, 0 in none.
 
-    From a saturation of 1 on, every band is closed. Below 1, the most urgent band, of rank 0, is always open; the band
-    of rank i is always open if s < 1 - i * s / (n - 1), with s the saturation and n the number of bands, and otherwise
-    in every max(1, round(s / (1 - s)))-th cycle.
+    With s the saturation and n the number of bands: k = 0 if s >= 1. Otherwise, k = 1 for the most urgent band, which
+    has rank 0, and for a band of rank i with s < 1 - i * s / (n - 1). For all other bands, k = max(1, round(s / (1 -
+    s))).
     """
     if saturation >= 1.0:
         return 0
@@ -37,7 +37,7 @@ class SoftReflectiveCeiling(Holding):
     """Accepts requests of a priority (band) in all, some or no cycles, by `opening_period`.
 
     A cycle is a time at which the policy decides about a band: when requests arrive, are admitted or end, and every
-    `recheck_s` while some are deferred. There is a band for each priority that has occurred so far.
+    `recheck_s` while requests are deferred. There is a band for each priority that has occurred so far.
 
     Source: llm-d router, flow control with `soft-reflective-ceiling-policy`.
     """

@@ -62,9 +62,10 @@ class _Bucket:
 class TokenBucket:
     """Charges each request's cost to the bucket of its tenant or SLO class (`by`), which starts full.
 
-    A request that the bucket does not cover is refused with the time until it would be covered, or deferred to exactly
-    that time: its cost is charged in advance, so that later requests wait behind it, and returned if it leaves first. A
-    request that costs more than a full bucket is refused.
+    If the bucket holds less than a request's cost, the request is refused, with the time until the bucket would hold
+    enough, or it is deferred to exactly that time. The cost of a deferred request is charged at once, so that later
+    requests wait behind it; it is returned if the request leaves before it is accepted. A request that costs more than
+    a full bucket is refused.
 
     Source: token bucket as in BLIS (`token-bucket`: capacity 10000, refill 1000/s, cost in prompt tokens, refusing).
     """

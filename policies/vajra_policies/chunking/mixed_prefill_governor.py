@@ -45,13 +45,13 @@ class MixedPrefillGovernor(PromptBudget):
     """While requests decode, one of every `min_decode_steps` + 1 steps has prompt tokens: `mixed_tokens` in total.
 
     - Prompts in progress share those tokens evenly. A waiting prompt is admitted while fewer than
-      `max_partial_prefills` are in progress, or if it fits one step.
-    - A request that has waited for `max_wait_s` ends the run of decode steps. Steps without decodes use the full
+      `max_partial_prefills` prompts are in progress, or if the step being formed can compute all of it.
+    - Once a request has waited for `max_wait_s`, the next step has prompt tokens. Steps without decodes use the full
       budget.
-    - Decode steps before a prompt began to wait count towards the run.
+    - Decode steps that were formed before a prompt began to wait count towards `min_decode_steps`.
 
-    Left out: the rotation of remainders of the shares among prompts. The wait for `max_wait_s` is that of the most
-    urgent waiting request, the oldest one under `fcfs`.
+    Left out: the rotation of remainders of the shares among prompts. Only the wait of the most urgent waiting request
+    (under `fcfs`, the oldest one) is compared with `max_wait_s`.
 
     Source: local-inference-lab/vllm, pull request 596, "bound mixed prefill work under active decode".
     """

@@ -37,9 +37,9 @@ class PrefillWavesConfig(FixedChunkConfig):
 class PrefillWaves(FixedChunk):
     """Forms pure decode steps while decodes fill the batch; otherwise, up to `wave_slots` prompts run as one wave.
 
-    A wave's prompts get the free slots, and further slots from the decodes admitted last, which are paused and keep
-    their KV. After a wave there may therefore be more decodes than slots, and steps stay full of decodes until some
-    have ended. Decodes get the slots that no prompt uses.
+    A wave's prompts get the free slots. If these are too few, the decodes admitted last are paused: they keep their KV,
+    and prompts get their slots. After a wave there may therefore be more decodes than slots; steps are then full of
+    decodes until enough decodes have ended. Decodes get the slots that no prompt uses.
 
     This pays if pure decode steps are faster than others (CUDA graphs) and many requests wait.
 

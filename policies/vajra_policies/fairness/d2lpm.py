@@ -19,15 +19,19 @@ class D2lpmConfig(QuantumConfig):
 
 
 class D2lpm(BindsOnArrival):
-    """Chooses the longest cached prefix among replicas w with q_{u,w} > 0, where q_{u,w} is the deficit of tenant u at
-    w.
+    """Chooses the longest cached prefix among the replicas at which the request's tenant has deficit left.
 
-    - Placing a request takes w_p * (prompt - cached prefix) / f_u from q_{u,w}, its end w_q * outputs / f_u.
-    - When q_{u,w} <= 0 at all replicas, Q is added to each q_{u,w} until one is above 0. Ties of prefixes go to the
-      replica with the fewest requests, then to the lowest id.
+    q_{u,w} is the deficit of tenant u at replica w, f_u is the share of the tenant, and w_p and w_q are the weights of
+    a prompt token and an output token.
 
-    A tenant thus stays where its prefix is cached, and spreads to other replicas as it uses up its quantum. `dlpm` on
-    the replicas is the other half.
+    - Placing a request takes w_p * (prompt - cached prefix) / f_u from q_{u,w}; the end of the request takes w_q *
+      outputs / f_u.
+    - When q_{u,w} <= 0 at all replicas, the quantum Q is added to each q_{u,w}, repeatedly until one of them is above
+      0. Among replicas with equally long prefixes, the one with the fewest requests is chosen, then the one with the
+      lowest id.
+
+    A tenant thus stays where its prefix is cached, and spreads to other replicas as it uses up its quantum. The
+    prioritizer `dlpm`, used on the replicas, is the other half of the paper's scheme.
 
     Left out: charging outputs per token; they are charged at a request's end. Only the idea was checked; the rest is
     from memory of the paper.

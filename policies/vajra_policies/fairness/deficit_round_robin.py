@@ -22,13 +22,13 @@ class DeficitRoundRobinConfig(QuantumConfig):
 
 
 class DeficitRoundRobin:
-    """Key of a tenant = its position in the round; its requests are served in order of arrival.
+    """Key of a tenant = its position in the circle of waiting tenants; its requests are served in order of arrival.
 
-    Waiting tenants take turns in a circle. A turn adds the quantum Q to the tenant's credit D_u, and lasts while D_u >
-    0 and the tenant waits. Admitted prompts and generated tokens are subtracted; since costs are known only afterwards,
-    D_u may fall below 0 (a debt), and the tenant is passed over until its turns have repaid it. Unused credit is lost
-    when a tenant no longer waits; a debt is kept until it is repaid, and nothing else is kept of a tenant that has
-    left.
+    Waiting tenants take turns in this order. A turn adds the quantum Q to the tenant's credit D_u, and lasts while D_u
+    > 0 and the tenant waits. The costs of admitted prompts and generated tokens are subtracted from D_u. Since costs
+    are known only afterwards, D_u may fall below 0 (a debt); the tenant is then passed over until its turns have repaid
+    the debt. Unused credit is lost when a tenant no longer waits. A debt is kept until it is repaid; nothing else is
+    kept of a tenant that has left.
 
     Left out: nothing.
 

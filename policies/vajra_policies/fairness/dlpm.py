@@ -27,19 +27,19 @@ class DlpmConfig(QuantumConfig):
 
 
 class Dlpm:
-    """Key of tenant u = 0 if q_u > 0, else 1, with q_u its remaining deficit; key of a request = minus its cached
-    prefix.
+    """Key of tenant u = 0 if its remaining deficit q_u is above 0, else 1; key of a request = minus its cached prefix.
 
-    - A request's admission takes w_p * (prompt - cached prefix) / f_u from q_u, each token that it generates w_q / f_u; q_u may
-      fall below 0.
-    - When no waiting tenant has q_u > 0, the quantum Q is added to every q_u <= 0 until one has. Tenants begin at 0.
+    - A request's first admission takes w_p * (prompt - cached prefix) / f_u from q_u, and each token that it generates
+      takes w_q / f_u, with f_u the tenant's share and w_p and w_q the weights of tokens; q_u may fall below 0.
+    - When no waiting tenant has q_u > 0, the quantum Q is added to every q_u <= 0, repeatedly until a waiting tenant
+      has q_u > 0. New tenants have q_u = 0.
 
     A large Q gives the order of `lpm`; a small Q lets tenants take turns, as `vtc` does. The services of tenants that
     wait throughout differ by at most a few quanta, whatever their cached prefixes.
 
-    Left out: forgetting idle tenants. A request of a tenant without deficit is admitted in the same step if those
-    before it lack memory; the paper's loop skips it. The paper states no default for Q; the one of
-    `deficit_round_robin` is used.
+    Left out: forgetting idle tenants. If the requests of tenants with deficit lack memory, a request of a tenant
+    without deficit may be admitted in the same step; the paper's loop skips it. The paper states no default for Q; the
+    one of `deficit_round_robin` is used.
 
     Source: Cao et al., "Locality-aware Fair Scheduling in LLM Serving" (arXiv:2501.14312), DLPM; details from a port to SGLang.
     """

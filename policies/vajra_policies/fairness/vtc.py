@@ -24,18 +24,18 @@ class Vtc:
     """Key of tenant u = c_u, its counter: weighted tokens served to it so far, divided by its share f_u.
 
     - A request's admission adds w_p * prompt / f_u to c_u; each token that it generates adds w_q / f_u.
-    - Lift: when a request of u arrives and no other one of u waits, c_u rises to the least counter of the waiting
-      tenants, or if none waits, to the counter of the tenant that waited last. Time without requests therefore earns no
-      credit.
+    - Lift: when a request of u arrives and no other request of u waits, c_u rises to the least counter of the waiting
+      tenants or, if no tenant waits, to the counter of the tenant that waited last. Time without requests therefore
+      earns no credit.
     - Requests of one tenant are served in order of arrival.
 
     Without preemptions, the services of two tenants that wait throughout an interval differ by at most 2 U, with U =
     max(w_p * longest prompt, w_q * M) and M the largest number of tokens in a running batch. Waiting tenants share
     evenly; a tenant that demands less than its share gets all it demands.
 
-    A counter is updated only when it is read. A counter is forgotten when no request of its tenant waits or runs and
-    every later lift would raise it at least as high: no lift falls below the least counter among the tenants that wait
-    or run and the one that waited last.
+    A counter is updated only when it is read. A counter is forgotten when no request of its tenant waits or runs, and
+    the counter is at most the least counter among the tenants that wait or run and the tenant that waited last. Every
+    later lift is to at least that value, so the forgotten counter would have no effect.
 
     Left out: charging predicted lengths in advance, and cost functions other than weighted tokens. Cached prompt tokens
     are charged in full.

@@ -20,13 +20,14 @@ class LongestPrefixMatchConfig(PolicyConfig):
 
 
 class LongestPrefixMatch:
-    """Key = minus the request's prefix hit now, in tokens; 0 for all while more than `fcfs_above` wait per replica.
+    """Key = minus the request's prefix hit in tokens; 0 for all while more than `fcfs_above` requests wait per replica.
 
     A cached prefix is thus used again before it is overwritten. The wait of a request without a hit is unbounded. A
     request in a shared queue has no hits yet.
 
-    Left out: SGLang's delay, by one step, of all but the first of the waiting requests with a common uncached prefix.
-    Since a step's blocks can be hit as soon as the step is formed, the others hit in the same step.
+    Left out: of several waiting requests with a common uncached prefix, SGLang delays all but the first by one step.
+    Here they need no delay: a step's blocks can be hit as soon as the step is formed, so the others hit the first one's
+    blocks in the same step.
 
     Source: Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (arXiv:2312.07104); SGLang's
     `schedule_policy.py` for the limit.

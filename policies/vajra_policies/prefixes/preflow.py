@@ -26,10 +26,11 @@ class Preflow:
     """Key = (1, ln P + ln R + arrival * ln 2 / D) for prompts; (0, arrival * ln 2 / D) for decodes, which go first.
 
     - W(n) = n (n + 1) / 2 is the attention work of n tokens. P = W(prompt) - W(h) is the total work, with h the cached
-      prefix at the first admission (before it: now). R = W(prompt) - W(done) is the remaining work.
-    - The priority is 2^(A / D) / (P * R), with A the age; the key of a prompt is minus its logarithm, without the term
-      for the present time: all requests age at the same rate, so their order does not depend on it. Doubling both P
-      and R weighs as much as a wait of 2 D.
+      prefix at the first admission, or now for a request that was not admitted yet. R = W(prompt) - W(done) is the
+      remaining work.
+    - The priority is 2^(A / D) / (P * R), with A = now - arrival. The key of a prompt is minus the logarithm of the
+      priority, without the term now * ln 2 / D: it is the same for all requests, so it does not change their order.
+      Doubling both P and R weighs as much as a wait of 2 D.
 
     Short prompts go before long ones, a prompt near its end before one that begins, and no request waits forever.
     Waiting prompts and those in progress are ordered together, so use it with a chunked scheduler such as

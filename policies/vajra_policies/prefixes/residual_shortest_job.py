@@ -21,7 +21,9 @@ class ResidualShortestJobConfig(PolicyConfig):
 
 
 class ResidualShortestJob:
-    """Key = (0, 0) for a request that runs or was preempted; (1, arrival) after `max_wait_s`; else (2, blocks of the prompt - cached blocks).
+    """Key = (2, blocks of the prompt - cached blocks) for a request that waits for the first time.
+
+    The key is (1, arrival) once the request has waited for `max_wait_s`, and (0, 0) if it runs or was preempted.
 
     A cached prefix counts as work already done, so a long prompt that is mostly cached is a short job. Costs are read
     at each step, since other requests may add or overwrite cached blocks.

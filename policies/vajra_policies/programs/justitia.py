@@ -61,8 +61,8 @@ class Justitia:
 
     - C_j is the agent's cost in KV memory over time, the sum over its calls of p * d + d^2 / 2: a call with p prompt tokens holds
       p + i tokens in its i-th decode step.
-    - V grows by M / N(t) in each step of a replica, with M its KV tokens and N(t) the number of agents that even
-      sharing has not finished.
+    - V is the virtual time. It grows by M / N(t) in each step of a replica, with M the tokens that the replica's KV
+      memory can hold, and N(t) the number of agents that would not have finished yet under even sharing.
 
     The agent with the least F_j gets all that its calls can use, so agents end one after the other, most of them
     earlier than under even sharing and none much later. An agent is a program; a request without one is an agent of its

@@ -23,14 +23,14 @@ class ParrotConfig(PolicyConfig):
 class Parrot:
     """Key = minus the depth of the call, which is 1 + the largest depth of the calls whose results it uses.
 
-    If a call states no `parent_calls`, its depth is the number of calls of its program that had ended when it arrived,
-    which is its position if the program is a chain. A request without a program has depth 0.
+    If a call states no `parent_calls`, its depth is the number of calls of its program that had ended when it arrived.
+    In a program that is a chain of calls, this is the call's position. A request without a program has depth 0.
 
     With N chains of two calls on one server, all arriving at once, and one unit of time per call, the mean completion
     time is N + 1; in order of arrival it is (3 N + 1) / 2.
 
-    Left out: Parrot's placement, of calls with a common successor as one unit, and of calls with a common prompt
-    together; and its service, which derives the graph of calls from variables in prompts.
+    Left out: Parrot's placement, which places calls with a common successor as one unit, and calls with a common prompt
+    together; and Parrot's service, which derives the graph of calls from variables in prompts.
 
     Source: Lin et al., "Parrot: Efficient Serving of LLM-based Applications with Semantic Variable", OSDI'24 (arXiv:2405.19888);
     the order of the task queue in its code.

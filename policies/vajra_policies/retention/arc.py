@@ -20,11 +20,11 @@ class ArcConfig(PolicyConfig):
 
 
 class AdaptiveReplacement:
-    """Evicts from the list of content used once while it is at least as long as its target, else from the other list.
+    """Evicts from the list of content used once while this list has at least its target length, else from the other
+    list.
 
-    The target grows when content returns that the list of content used once had evicted, and shrinks when content
-    returns that the other list had evicted.
-    Within a list, the least recently used content is evicted first.
+    The target grows when content returns that was evicted from the list of content used once. It shrinks when content
+    returns that was evicted from the other list. Within a list, the least recently used content is evicted first.
     """
 
     key_motion = KeyMotion.PROGRESS
@@ -85,8 +85,8 @@ class AdaptiveReplacement:
             one.clear()
 
     def learn(self, hashes: Sequence[Hashable]) -> None:
-        """Adapt the target for each of these hashes that was evicted earlier, from the last block of the chain to the
-        first.
+        """Adapt the target for each of these hashes whose content was evicted earlier, in reverse order. `hashes`:
+        those of a chain of blocks, from the first to the last.
         """
         once, again = self.gone
         for one in reversed(hashes):

@@ -14,8 +14,8 @@ class ContinuumPinsConfig(ToolGapConfig):
 
 
 class ContinuumPins(LeastRecentlyUsed):
-    """Evicts the least recently used content first, and pins content for `ttl_s` after each call that is not the last,
-    unless the mean time of its tool is long.
+    """Evicts the least recently used content first, and pins a program's content for `ttl_s` after each call but the
+    last, unless the mean time of the tool that runs after the call is long.
 
     Companion of the prioritizer `continuum`, which serves calls with pinned content first.
 

@@ -32,7 +32,9 @@ class KvflowConfig(PolicyConfig):
 
 
 class Kvflow:
-    """Key = (-rank, last use); rank = min over the block's agents of min(hold + 1, STE), and hold + 2 without an agent.
+    """Key = (-rank, last use): content with the highest rank is evicted first.
+
+    The rank is the minimum of min(`hold_steps` + 1, STE) over the block's agents, or `hold_steps` + 2 if it has none.
 
     An agent is a stage of a program that has not ended. Its steps to execution (STE) are the number of calls until its
     turn: 0 while one of its calls waits or runs, else 1 + the smallest STE of the stages before it in the step graph.

@@ -10,10 +10,9 @@ class PriorityConfig(PolicyConfig):
 
 
 class PriorityRetention:
-    """Key = (minus the most urgent priority of its users, last use).
+    """Key = (minus the most urgent priority of the requests that have used the content, last use).
 
-    A priority is the number stated by the request, lower is more urgent; content keeps the most urgent priority among
-    its users.
+    A priority is the number stated by a request; lower is more urgent.
     """
 
     key_motion = KeyMotion.PROGRESS

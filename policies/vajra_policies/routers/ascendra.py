@@ -38,11 +38,11 @@ class Ascendra(BindsOnArrival):
     """Binds on arrival to the least loaded low-priority (LP) replica; a request that is about to miss its TTFT SLO
     moves to a high-priority (HP) replica.
 
-    A waiting request moves when now + `margin_s` + T(prompt) > arrival + TTFT SLO, with T the predicted time of the
-    prompt alone. The target is the HP replica with the fewest tokens to prefill; the request moves only if these are
-    fewer than at its present replica. HP replicas are those with the highest ids. LP replicas may therefore order and
-    batch for throughput, and HP replicas have room for requests that would be late as a result. Requests without a TTFT
-    SLO stay. If only one replica is up, it takes all requests.
+    A waiting request moves when now + `margin_s` + T(prompt) > arrival + TTFT SLO, with T(prompt) the predicted prefill
+    time of the prompt alone. The target is the HP replica with the fewest tokens to prefill; the request moves only if
+    the target has fewer such tokens than the request's present replica. HP replicas are those with the highest ids. LP
+    replicas may therefore order and batch for throughput, and HP replicas have room for requests that would be late as
+    a result. Requests without a TTFT SLO stay. If only one replica is up, it takes all requests.
 
     Left out: the LP replicas' value function, elapsed time over urgency; use any prioritizer instead. Fraction, margin
     and interval are round figures.

@@ -36,11 +36,11 @@ class CascadeinferConfig(PolicyConfig):
 
 class Cascadeinfer(BindsOnArrival):
     """Binds on arrival to the least loaded replica (by tokens) for the request's length; a request that has outgrown
-    the range of its replica moves to another one with its KV.
+    the range of its replica moves, with its KV, to a replica for longer requests.
 
-    Ranges, and the replicas of each, are computed by `partition` from the lengths (known tokens) of the present
-    requests, every `plan_s` and whenever the replicas that are up change; lower ids are for shorter requests. Moves
-    stay within a pool, go only to longer ranges, and wait until the target has room.
+    `partition` computes the ranges, and the number of replicas of each, from the lengths (known tokens) of the present
+    requests. It is called every `plan_s`, and when a replica comes up or goes down. Replicas with lower ids serve
+    shorter requests. A request moves only within its pool, and only when the target has room.
 
     Left out: bids of replicas for requests, and the paper's cost of a range, which is fitted to a GPU. Written from the
     abstract alone: the cost and the defaults of the three parameters are ours.

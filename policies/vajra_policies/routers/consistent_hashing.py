@@ -30,9 +30,10 @@ class ConsistentHashingConfig(PolicyConfig):
 
 
 class ConsistentHashing(BindsOnArrival):
-    """Chooses the first replica clockwise from the key's hash that is up and has fewer than ceil(c * mean) requests.
+    """Chooses, clockwise from the hash of the request's key, the first replica that is up and below the bound.
 
-    c is `max_load_factor`, and the mean is over the replicas that are up, with the new request.
+    The bound is ceil(c * mean) requests, with c = `max_load_factor`. The mean is the number of requests per replica
+    that is up, the new request included.
 
     When a replica goes down, only its keys move, to the next replicas on the ring; they return when it is up again.
     With the bound c, no replica takes a request beyond c times the mean; further requests go to the next replica.

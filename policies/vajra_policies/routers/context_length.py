@@ -55,7 +55,7 @@ class ContextLengthConfig(PolicyConfig):
 
 
 class ContextLengthAware:
-    """Scores or filters replicas by range of prompt lengths; those without a range score 0.5 and are always kept."""
+    """Scores or filters replicas by range of prompt lengths; replicas without a range score 0.5 and are always kept."""
 
     def __init__(self, config: ContextLengthConfig) -> None:
         self._config = config

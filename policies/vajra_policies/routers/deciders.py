@@ -22,13 +22,13 @@ from vajra_py.contract import (
 
 
 class Always:
-    """Makes the same decision for every prompt."""
+    """Decides to disaggregate every prompt, or none."""
 
     def __init__(self, answer: bool) -> None:
         self._answer = answer
 
     def disaggregates(self, request: RequestView, decode: ReplicaLoadView, now: float) -> bool:
-        """Return the same decision for every prompt."""
+        """Return True if every prompt is disaggregated, False if none is."""
         return self._answer
 
 

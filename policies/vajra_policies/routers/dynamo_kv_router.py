@@ -67,7 +67,8 @@ class CostRouter(BindsOnArrival):
     cost = `prefill_load_scale` * max(blocks to compute - credit, 0) + blocks to hold + `decode_active_request_weight` *
     active requests. Blocks to compute are the active prompt tokens of the replica and the tokens of this prompt, in
     fractional blocks; the credit is `overlap_score_credit` for each block of this prompt that is cached there. Blocks
-    to hold are the union of the full blocks of the replica's active requests and of this request.
+    to hold are the union of the full blocks of the replica's active requests and of this request. Without
+    `router_track_prefill_tokens`, blocks to compute do not count, and the credit is subtracted from the blocks to hold.
     """
 
     def __init__(self, config: CostRouterConfig, context: PolicyContext) -> None:
@@ -113,7 +114,8 @@ class CostRouter(BindsOnArrival):
 
     def overlaps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Integers:
         """Return, for each replica, the number of the prompt's leading full blocks that the replica has cached. Without
-        KV events, return the number of those that were sent to the replica within the last `router_ttl_secs`.
+        KV events, return the number of the prompt's leading full blocks that were sent to the replica within the last
+        `router_ttl_secs`.
         """
         if self._sent is not None:
             return self._sent.counts(request.block_hashes(), now)[figures.ids(replicas)]

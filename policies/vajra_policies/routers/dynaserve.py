@@ -64,11 +64,11 @@ class Dynaserve(BindsOnArrival):
     """Cuts a request of p prompt and about d output tokens at token s, and places its parts on the two least loaded
     replicas.
 
-    The work of a request in prompt tokens is W = p + w * d. The first part goes to replica a, the less loaded of the
-    two, and the second to replica b; s is chosen so that a and b have the same load afterwards: work before s = (W +
-    load_b - load_a) / 2. s = p separates prompt and decodes, s = p + d leaves the whole request at a. If a part would
-    be smaller than `min_part_tokens`, the whole request goes to a. A replica's load is the remaining work of the
-    requests placed there.
+    The work of a request is W = p + w * d, counted in prompt tokens, with w the work of an output token. The first part
+    goes to replica a, the less loaded of the two, and the second to replica b; s is chosen so that a and b have the
+    same load afterwards: work before s = (W + load_b - load_a) / 2. s = p separates prompt and decodes, s = p + d
+    leaves the whole request at a. If a part would be smaller than `min_part_tokens`, the whole request goes to a. A
+    replica's load is the remaining work of the requests placed there.
 
     Needs the replica scheduler `micro_requests`, which hands a request off at s. Left out: a search over predicted step
     times, since the cut that balances linear work has a closed form. Overlap of transfers with computing depends on the
@@ -140,7 +140,7 @@ class Dynaserve(BindsOnArrival):
         return min(num_tokens, prompt) + self._weight * max(num_tokens - prompt, 0)
 
     def _token(self, request: RequestView, work: float) -> int:
-        """Return the position of the token before which the request has this much work."""
+        """Return the number of leading tokens of the request whose `_work` is `work`."""
         prompt = request.num_prompt_tokens
         return round(work) if work <= prompt else prompt + round((work - prompt) / self._weight)
 

@@ -53,7 +53,7 @@ class AdaptiveRange(PolicyConfig):
 
 
 class Normalization(PolicyConfig):
-    """Range by which values are normalised: one of these two, `adaptive_range` if neither is given."""
+    """Range by which values are normalised, fixed or adaptive; adaptive if neither is given."""
 
     fixed_range: FixedRange | None = None
     adaptive_range: AdaptiveRange | None = None

@@ -38,11 +38,12 @@ from vajra_py.contract import (
 class EndpointPicker:
     """Binds on arrival to the replica that a single profile chooses among those that are up.
 
-    If the filters leave no replica, the request waits in the shared queue, and a replica may pull it if the filters,
-    applied to that replica alone, keep it. (llm-d responds with 429; here an admission policy can do that.)
+    If the filters leave no replica, the request waits in the shared queue, and a replica may pull the request if the
+    filters, applied to that replica alone, keep the replica. (llm-d responds with 429; here an admission policy can do
+    that.)
 
-    Callbacks of requests are forwarded to every part that has them, and each choice to every part that learns from
-    placements.
+    Callbacks about requests are forwarded to every part that defines them. Each choice is reported to every part that
+    learns from placements.
     """
 
     def __init__(self, parts: Parts, profile: Profile) -> None:
@@ -96,9 +97,9 @@ class DisaggregatedEndpointPicker(EndpointPicker):
         self.on_departures = self._forget
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
-        """Return the replica that computes the prompt: the choice of the prefill profile. The decode replica computes
-        the prompt if the prefill profile is not applied, keeps no replica, or chooses the decode replica itself. None
-        if the decode profile is applied and keeps no replica.
+        """Return the replica that computes the prompt: the choice of the prefill profile, or the decode replica if the
+        prefill profile is not applied or keeps no replica. Return None if the decode profile is applied and keeps no
+        replica.
         """
         up = figures.those_up(replicas)
         chosen = self._both(request, up, now)

@@ -35,7 +35,7 @@ class HeadroomTierConfig(PolicyConfig):
 
 
 class HeadroomTierFilter:
-    """Keeps the replicas predicted to meet both SLOs if there are any; with a small probability, keeps the others."""
+    """Keeps the replicas that are predicted to meet both SLOs or, with a small probability, only the other replicas."""
 
     def __init__(self, config: HeadroomTierConfig, predictions: PredictsLatencies, stream: RandomStream) -> None:
         self._config = config

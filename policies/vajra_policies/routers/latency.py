@@ -26,8 +26,8 @@ from vajra_py.contract import (
 
 LATENCIES = "predicted-latency-producer"
 _CHUNK_TOKENS = 2048
-"""Prompt length in tokens, used if steps have no token budget: the mean prefill time per token of such a prompt
-converts pending tokens to seconds.
+"""Prompt length in tokens, used if steps have no token budget: pending tokens are converted to seconds at the mean
+prefill time per token of a prompt of this length.
 """
 
 
@@ -45,7 +45,7 @@ class LatencyPredictions:
     - TPOT: duration of a step with all running requests of the replica and this request as decodes.
 
     As in llm-d, a missing TTFT SLO counts as 0, so that no replica meets it and the least TTFT is best, also for a
-    request with a TPOT SLO. A missing TPOT SLO is met, as outside llm-d's streaming mode.
+    request with a TPOT SLO. A missing TPOT SLO counts as met, as outside llm-d's streaming mode.
     """
 
     def __init__(self, config: LatencyProducerConfig, context: PolicyContext, matches: PrefixMatches) -> None:

@@ -21,9 +21,9 @@ class Stage(NamedTuple):
 def partition(lengths: Sequence[int], num_replicas: int, own_tokens: float) -> list[Stage]:
     """Return ranges of lengths, each with its number of replicas, such that the total cost is least.
 
-    Found by dynamic programming. A range with n requests, the longest of L tokens, on m replicas costs n · (n / m) ·
-    (own_tokens + L): each of its n requests takes part in steps of n / m requests, and each request of a step counts
-    with the longest length. Ties go to the fewest ranges.
+    The ranges are found by dynamic programming. The cost of a range with n requests on m replicas is n · (n / m) ·
+    (own_tokens + L), with L the longest length in the range: each of the n requests takes part in steps of n / m
+    requests, and each request of a step costs as much as the longest one. Ties go to the fewest ranges.
     """
     ordered = sorted(lengths)
     num_pieces = min(len(ordered), _MAX_PIECES)

@@ -71,10 +71,10 @@ class Llumnix(BindsOnArrival):
     """Binds on arrival to the freest replica that is up, and moves requests from the least free replicas to the freest.
 
     Freeness of a replica: (free blocks - demand) / requests, the number of steps for which its requests can still
-    decode. The demand is the blocks of the known tokens, cached or not, of the waiting requests that count, plus the
-    headroom of requests of high priority (the paper's virtual usage). The number of requests includes running requests
-    and the waiting ones that count. Freeness is infinite without requests, and minus infinity while the replica drains.
-    Ties go to the lowest id.
+    decode. The demand is the blocks of the known tokens, cached or not, of the counted waiting requests (`Counted`),
+    plus the headroom of requests of high priority (the paper's virtual usage). The requests are the running ones and
+    the counted waiting ones. Freeness is infinite without requests, and minus infinity while the replica drains. Ties
+    go to the lowest id.
 
     Left out: scaling by freeness.
     """

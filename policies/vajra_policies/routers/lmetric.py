@@ -23,8 +23,8 @@ class LmetricConfig(PolicyConfig):
 
 
 class Lmetric(BindsOnArrival):
-    """Binds on arrival to the replica with the least P * B: P tokens to prefill and B running and waiting requests, if
-    the request goes there.
+    """Binds on arrival to the replica with the least P * B, with P tokens to prefill and B running and waiting
+    requests.
 
     P = prompt - cached prefix, plus the replica's tokens left to prefill (`counts_pending`); B includes the request
     itself (`counts_itself`). The paper's text does not settle either option. A product needs no weights: rescaling P or

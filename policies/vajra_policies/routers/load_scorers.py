@@ -25,7 +25,7 @@ from vajra_py.contract import (
 
 
 class NoParameters(PolicyConfig):
-    """Parameters of a part that has none."""
+    """Empty parameters, for routing parts that have no parameters."""
 
 
 class QueueScorer:
@@ -60,7 +60,7 @@ class LoadAwareConfig(PolicyConfig):
 
 
 class LoadAwareScorer:
-    """Scores 0.5 * (1 - min(waiting, threshold) / threshold): at most 0.5, so it counts half of its weight."""
+    """Scores 0.5 * (1 - min(waiting, threshold) / threshold). The maximum is 0.5, so the weight counts only half."""
 
     def __init__(self, config: LoadAwareConfig) -> None:
         self._threshold = config.threshold
@@ -85,9 +85,9 @@ class ActiveRequestConfig(_OfProducer):
 
 
 class ActiveRequestScorer:
-    """Scores idle replicas 1, others (max - in flight) / max * `max_busy_score`.
+    """Scores 1 for an idle replica, (max - n) / max * `max_busy_score` for any other replica.
 
-    In flight is the number of requests in flight at the replica, max is the largest such number of the candidates.
+    n is the number of requests in flight at the replica. max is the largest n of all candidates.
     """
 
     def __init__(self, config: ActiveRequestConfig, load: InFlightLoads) -> None:
@@ -114,7 +114,9 @@ class TokenLoadConfig(_OfProducer):
 
 
 class TokenLoadScorer:
-    """Scores 1 - min(tokens, threshold) / threshold, where tokens are those in flight plus those of this request."""
+    """Scores 1 - min(n, threshold) / threshold; n is the number of tokens in flight at the replica, with this request
+    included.
+    """
 
     def __init__(self, config: TokenLoadConfig, load: InFlightLoads) -> None:
         self._threshold = config.queue_threshold_tokens

@@ -22,15 +22,15 @@ class MooncakeConductorConfig(PolicyConfig):
 
 
 class MooncakeConductor(BindsOnArrival):
-    """Binds on arrival to the replica with the least T = T_queue + T_prefill(p, h): prefill times of its uncomputed
-    prompts, and of this request.
+    """Binds on arrival to the replica with the least predicted time to first token, T_queue + T_prefill(p, h).
 
-    T_prefill(p, h) is the predicted time of a prompt of p tokens of which h are cached at the replica now. Ties go to
-    the replica with the fewest uncomputed prompts, then to the lowest id. A request whose prompt was computed in
-    another pool goes to the replica with the fewest requests.
+    T_queue is the sum of the prefill times of the uncomputed prompts at the replica. T_prefill(p, h) is the prefill
+    time of this request's prompt of p tokens, of which h are cached at the replica now. Ties go to the replica with the
+    fewest uncomputed prompts, then to the lowest id. A request whose prompt was computed in another pool goes to the
+    replica with the fewest requests.
 
-    `mooncake` among the admission policies refuses by the same prediction. Left out: copies of a prefix from the
-    replica that holds most of it, with Mooncake's threshold for them; the choice of the decode replica by TBT.
+    The admission policy `mooncake` refuses requests by the same prediction. Left out: copying a prefix from the replica
+    that holds most of it, and Mooncake's threshold for such copies; the choice of the decode replica by TBT.
 
     Source: Qin et al., "Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving", FAST'25 (arXiv:2407.00079),
     Algorithm 1.
@@ -39,8 +39,8 @@ class MooncakeConductor(BindsOnArrival):
     def __init__(self, prefill_time: PrefillTime) -> None:
         self._prefill_time = prefill_time
         self._queues: dict[ReplicaId, dict[RequestView, int]] = {}
-        """For each replica, the requests that were sent to it and whose prompts are not computed yet; with each
-        request, its prefix hit in tokens when it was sent.
+        """Requests sent to each replica whose prompts are not computed yet. The value of a request is its prefix hit in
+        tokens at the time when it was sent.
         """
         self._sent_to: dict[RequestView, ReplicaId] = {}
 

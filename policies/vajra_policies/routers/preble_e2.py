@@ -55,15 +55,16 @@ class E2(BindsOnArrival):
 
     - Exploit: if the longest cached prefix is longer than the rest of the prompt, choose the least loaded replica that
       holds it.
-    - Explore: otherwise choose the replica with the least sum of load and cost of this prompt.
-    - Rebalance: a prefix on the heaviest replica is computed on the lightest one instead, once the load of the heaviest
-      is `imbalance_ratio` times that of the lightest.
+    - Explore: otherwise choose the replica with the least sum of its load and the work of this request.
+    - Rebalance: if the replica chosen by the first rule has the highest load of all, and this load is at least
+      `imbalance_ratio` times the lowest load, choose the replica with the lowest load instead.
 
-    Load is the work sent within the window: the predicted time of the uncached part of each prompt, and of its output
-    at the duration of a decode step of the running requests.
+    Load is the work, in seconds, that was sent to a replica within the window. The work of a request is the predicted
+    prefill time of the uncached part of its prompt, plus its share of the decode steps in which its output is
+    generated.
 
-    Prefixes are those of prompts sent before, up to the number of a replica's blocks. The cost of evicting them, off by
-    default in Preble's code, is not counted.
+    Cached prefixes are estimated from the prompts sent to each replica before, up to its number of blocks. The cost of
+    evicting prefixes, off by default in Preble's code, is not counted.
     """
 
     def __init__(self, config: E2Config, context: PolicyContext) -> None:
@@ -124,7 +125,7 @@ class E2(BindsOnArrival):
         while self._window and now - self._window[0].at > self._config.window_s:
             gone = self._window.popleft()
             self._count[gone.replica_id] -= 1
-            # A replica without requests in the window has a load of exactly 0: drop what rounding has left.
+            # Without requests in the window, set the load to exactly 0: rounding may have left a remainder.
             left = self._load[gone.replica_id] - gone.cost_s
             self._load[gone.replica_id] = max(left, 0.0) if self._count[gone.replica_id] else 0.0
 

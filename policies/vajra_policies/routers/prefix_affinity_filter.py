@@ -58,9 +58,11 @@ class PrefixAffinityFilterConfig(OfPrefixProducer):
 
 
 class PrefixAffinityFilter:
-    """Keeps the sticky replicas, which cache most of the prompt. Keeps all replicas if none is sticky, if the predicted
-    TTFT of the best sticky replica exceeds that of the best other replica by more than `max_ttft_penalty_ms`, and at
-    random with probability `exploration_probability`.
+    """Keeps the sticky replicas: those that cache at least the fraction `affinity_threshold` of the prompt.
+
+    Keeps all replicas in three cases: if no replica is sticky; if the predicted TTFT of the best sticky replica exceeds
+    the TTFT of the best other replica by more than `max_ttft_penalty_ms`; and at random, with the probability
+    `exploration_probability`.
     """
 
     def __init__(

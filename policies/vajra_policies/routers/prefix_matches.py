@@ -66,7 +66,7 @@ class ApproximatePrefixMatches:
         self._asked: tuple[RequestView, Integers] | None = None
 
     def num_blocks(self, request: RequestView) -> int:
-        """Return the number of the prompt's full blocks that are compared."""
+        """Return the number of full blocks of the prompt that are compared with the index."""
         blocks = request.num_prompt_tokens // self.block_size
         return blocks if self._max_blocks is None else min(blocks, self._max_blocks)
 
@@ -85,9 +85,7 @@ class ApproximatePrefixMatches:
         self._asked = None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Drop the cached counts, since they refer to a request that may have ended; the index itself refers to no
-        requests.
-        """
+        """Drop the cached counts, which belong to a request that may have ended. The index holds no requests."""
         self._asked = None
 
     def _blocks(self, request: RequestView) -> Sequence[Hashable]:

@@ -65,11 +65,11 @@ class NoHitLruConfig(OfPrefixProducer):
 
 
 class NoHitLruScorer:
-    """Scores all replicas 0.5 if any of them caches a part of the prompt; otherwise 1 - rank / (n - 1) for n
-    candidates.
+    """Scores 1 - rank / (n - 1) for n candidates if none of them caches a part of the prompt, else 0.5 for all of them.
 
-    Replicas that never took a prompt without a hit rank first, in the order of the candidates; all others follow by the
-    time of their last such prompt, the longest ago first. Prompts without a hit are thus spread over all caches.
+    Rank 0 is the best. A prompt that no replica has cached is a cold prompt. Replicas that have never received a cold
+    prompt come first, in the order of the candidates. The others follow, in the order of the time of their last cold
+    prompt, the earliest first. Cold prompts are thus spread over all caches.
     """
 
     def __init__(self, config: NoHitLruConfig, matches: PrefixMatches) -> None:

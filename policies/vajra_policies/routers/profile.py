@@ -29,8 +29,8 @@ LISTENING = (
     *("on_wake", "on_blocks_stored", "on_blocks_removed", "on_cache_cleared"),
     *("on_tier_blocks_stored", "on_tier_blocks_removed", "on_tier_cleared"),
 )
-"""Callbacks that the router forwards to its parts. `on_step_run` is not among them, so that every step is reported by
-`on_step_end`.
+"""Callbacks that the router forwards to its parts. `on_step_run` is left out: for a policy without `on_step_run`, the
+backend reports every single step by `on_step_end`.
 """
 
 
@@ -66,8 +66,8 @@ class Parts:
         return {name: _notify_all(methods) for name, methods in found.items() if methods}
 
     def learners(self) -> list[Callable[..., None]]:
-        """Return the parts' callbacks for placements; the callback of a part comes before those of the producers that
-        it reads.
+        """Return the callbacks `on_placement` of the parts. A part's callback comes before the callbacks of the
+        producers that the part reads.
         """
         return [part.on_placement for part in reversed(self.built) if hasattr(part, "on_placement")]
 

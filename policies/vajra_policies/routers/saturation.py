@@ -27,7 +27,7 @@ from vajra_py.contract import (
 
 
 class Condition(PolicyConfig):
-    """Upper bound of one figure."""
+    """Upper bound of one load metric of a replica."""
 
     metric: Literal["active-requests", "running-requests", "waiting-queue", "kv-cache-utilization"]
     max_value: float = Field(ge=0)
@@ -48,14 +48,14 @@ class UtilizationConfig(PolicyConfig):
 
 
 class UtilizationFilter:
-    """Keeps replicas whose figures are within all bounds."""
+    """Keeps replicas whose load metrics are within all bounds."""
 
     def __init__(self, config: UtilizationConfig, load: InFlightLoads | None) -> None:
         self._config = config
         self._load = load
 
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
-        """Keep the replicas within all bounds; if there are none and `fallback_on_empty` is set, keep all."""
+        """Keep the replicas within all bounds. If none is, keep all with `fallback_on_empty`, else none."""
         fits: NDArray[np.bool_] = np.ones(len(replicas), dtype=np.bool_)
         for condition in self._config.conditions:
             fits &= self._values(condition.metric, replicas) <= condition.max_value
@@ -81,7 +81,7 @@ class UtilizationDetectorConfig(PolicyConfig):
 
 
 class UtilizationDetector:
-    """Keeps replicas below both thresholds; keeps all if there are none."""
+    """Keeps replicas below both thresholds; keeps all replicas if none is below both."""
 
     def __init__(self, config: UtilizationDetectorConfig) -> None:
         self._most_waiting = config.queue_depth_threshold * (1.0 + config.headroom)
@@ -106,7 +106,10 @@ class ConcurrencyDetectorConfig(PolicyConfig):
 
 
 class ConcurrencyDetector:
-    """Keeps replicas with fewer requests or tokens in flight (mode `hybrid`: both) than the limits; may keep none."""
+    """Keeps replicas whose load in flight is below its limit; may keep none.
+
+    By `concurrency_mode`, the load is the number of requests or of tokens. Mode `hybrid` checks both numbers.
+    """
 
     def __init__(self, config: ConcurrencyDetectorConfig, load: InFlightLoads) -> None:
         self._config = config

@@ -79,9 +79,7 @@ class SessionAffinityScorer(_Sessions):
     """Scores the session's replica 1, all others 0."""
 
     def scores(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Floats:
-        """Return scores; all are 0 for a request without a session, and for one whose session is not bound (yet, or any
-        more).
-        """
+        """Return scores; all are 0 if the request has no session, or if its session is not bound to a replica now."""
         bound = self.replica_of(request, now)
         if bound is None:
             return np.zeros(len(replicas))
@@ -95,7 +93,7 @@ class SessionAffinityFilter(_Sessions):
     def keeps(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> Sequence[ReplicaLoadView]:
         """Keep the session's replica.
 
-        Keeps all for a request without a session, for one whose session is not bound (yet, or any more), and if the
+        Keeps all replicas if the request has no session, if its session is not bound to a replica now, or if the
         session's replica is not a candidate.
         """
         bound = self.replica_of(request, now)

@@ -58,7 +58,7 @@ class MixedPool(BindsOnArrival):
         self._prompts: dict[ReplicaId, None] = {}
         self._tokens: dict[ReplicaId, None] = {}
         self._mixed: dict[ReplicaId, None] = {}
-        """Replicas of the mixed pool; each of the three pools is in the order in which its replicas joined."""
+        """Replicas of the mixed pool. In each of the three pools, replicas are in the order in which they joined it."""
 
     # Placing
 

@@ -32,8 +32,9 @@ class ThunderAgent:
     exceed `pause_threshold` of its memory, programs whose tools are running are paused, the smallest first; if that is
     not enough, the other programs are paused when their turns end. The next call of a paused program waits in the
     shared queue until the program is resumed. For a program with several concurrent calls, all their contexts count.
-    Requests without a program go to the replica with the fewest tokens. The change of a call's priority is emitted as
-    `priority_jump_s`, and orders the calls that a replica takes from the shared queue.
+    Requests without a program go to the replica with the fewest tokens. A call may be put ahead of other calls, or
+    behind them, by a number of seconds, which is emitted as `priority_jump_s`. A replica takes calls from the shared
+    queue in the order of the time at which they were allowed to run, less these seconds.
 
     Left out: parts of the paper that Dynamo's router lacks.
 

@@ -125,7 +125,7 @@ class ProgramTable:
         program.replica = None
 
     def go_on(self, program: AgentProgram, replica: ReplicaKey | None) -> None:
-        """Resume a paused program on this replica (None: its next call chooses one)."""
+        """Resume a paused program on this replica; with None, the program's next call chooses a replica."""
         program.is_paused = False
         program.replica = replica
         program.is_reasoning = program.is_waiting
@@ -142,7 +142,10 @@ class ProgramTable:
         return min(free, key=used.__getitem__, default=None)
 
     def least_bad(self, now: float) -> ReplicaKey | None:
-        """Return the replica with the most room. While a program's tool runs, the program's tokens count less and less."""
+        """Return the replica with the most free tokens; None if there is no replica.
+
+        The longer the tool of a program has run, the less the tokens of this program count.
+        """
         left = dict(self.capacity)
         for one in self.programs.values():
             if one.is_paused or one.replica not in left:

@@ -38,13 +38,13 @@ class Budget:
         return Budget(self.ceiling, None)
 
     def lowest(self, tolerance: int) -> int | None:
-        """Return the fewest devices allowed; None without a floor. If there is a ceiling, `tolerance` is subtracted."""
+        """Return the floor, less `tolerance` if there is also a ceiling; None without a floor."""
         if self.floor is None:
             return None
         return self.floor - (tolerance if self.ceiling is not None else 0)
 
     def admits(self, devices: int, tolerance: int) -> bool:
-        """Return True if this number of devices is within both bounds."""
+        """Return True if this number of devices is from `lowest(tolerance)` to the ceiling."""
         lowest = self.lowest(tolerance)
         return (self.ceiling is None or devices <= self.ceiling) and (lowest is None or devices >= lowest)
 

@@ -7,16 +7,16 @@ from vajra_policies.search import most_that_fits
 from vajra_py.contract import BatchFeatures, PolicyContext, PoolRole
 
 DEFAULT_STEP_TOKENS = 8192
-"""Number of tokens of a step with prompts if there is no token budget."""
+"""Assumed number of prompt tokens per step if the replica has no token budget."""
 
 
 class EnginePredictions:
     """`CapacityModel` of a replica, by the run's latency model.
 
     A queue is modelled as prompts of the mean length with the same total of tokens, computed one after another. Running
-    decodes add the time of a decode step to each step of prompts. The highest rate of a replica that decodes is that of
-    the largest batch that meets the SLO for the time between tokens and fits into its KV memory; a replica of role
-    `mixed` alternates between prompts and decodes. A replica of role `prefill` computes one prompt after another.
+    decodes add the time of a decode step to each step of prompts. A replica that decodes has its highest rate with the
+    largest batch that meets the SLO for the time between tokens and fits into the KV memory. A replica of role `mixed`
+    alternates between prompts and decodes. A replica of role `prefill` computes one prompt after another.
     """
 
     def __init__(self, context: PolicyContext, slos: LatencySlos, prompt_tokens: float) -> None:
@@ -28,7 +28,7 @@ class EnginePredictions:
         """Fraction of recent prompt tokens that were prefix hits."""
 
     def ttft_s(self, load: EngineLoad, *, queue_scale: float, kv_scale: float | None) -> float:
-        """See `EngineModel`."""
+        """Return the predicted TTFT in seconds; see `EngineModel` for the arguments."""
         queued = load.queued_prefill * queue_scale
         alone_s = self._prompts_s(queued / self.prompt_tokens + 1.0, self.prompt_tokens, self.hit_fraction)
         held = load.scheduled_kv if kv_scale is None else (load.scheduled_kv + load.queued_kv) * kv_scale
@@ -39,12 +39,12 @@ class EnginePredictions:
         return alone_s + num_steps * self._decode_s(num_decodes, held)
 
     def itl_s(self, load: EngineLoad, *, scale: float, counts_prefill: bool) -> float:
-        """See `EngineModel`."""
+        """Return the predicted time between tokens in seconds; see `EngineModel` for the arguments."""
         held = load.scheduled_kv + load.queued_kv + (load.queued_prefill if counts_prefill else 0)
         return self._decode_s(max(1, round(load.num_decodes * scale)), held * scale)
 
     def requests_per_s(self, role: PoolRole, traffic: Traffic) -> float:
-        """See `CapacityModel`."""
+        """Return the highest rate of this traffic that one replica serves within the SLOs; see `CapacityModel`."""
         prompt_s = self._prompts_s(1.0, traffic.num_prompt_tokens, traffic.hit_fraction)
         if role is PoolRole.PREFILL:
             return 1.0 / prompt_s if prompt_s > 0 else 0.0
@@ -65,8 +65,9 @@ class EnginePredictions:
         return self._context.latency.batch_time_s(features)
 
     def _largest_batch(self, traffic: Traffic) -> tuple[int, float]:
-        """Return the largest number of decodes (at least one) that fits slots and KV memory and meets the SLO for the
-        time between tokens, and the duration of a step with these decodes.
+        """Return (largest number of decodes, duration of a step with these decodes in seconds).
+
+        The decodes fit slots and KV memory, and meet the SLO for the time between tokens. The number is at least 1.
         """
         limits = self._context.limits
         context_tokens = traffic.num_prompt_tokens + traffic.num_output_tokens / 2

@@ -98,8 +98,8 @@ class PairBudget:
         return current if best is None else best[1]
 
     def _between(self, current: Counts, wanted: Counts) -> Iterator[Counts]:
-        """Yield counts within the budget: for each count of the pool with the shorter range, the count of the other
-        pool that is nearest to its wanted one.
+        """Yield counts within the budget. For each count of the pool with the shorter range, the other pool has the
+        count that is nearest to its wanted count.
         """
         ranges = [self._range(pool, current, wanted) for pool in (0, 1)]
         outer = 0 if len(ranges[0]) <= len(ranges[1]) else 1

@@ -43,12 +43,12 @@ PREFILL_THRESHOLDS = {
     "throughput": Thresholds(1.0, 0.1, up_at_equal=True, down_at_equal=False),
     "latency": Thresholds(0.1, 0.0, up_at_equal=True, down_at_equal=True),
 }
-"""Thresholds for the ratio of queued prompt tokens to the longest context, by target."""
+"""Thresholds for the ratio of queued prompt tokens to the longest context, by the planner's target."""
 DECODE_THRESHOLDS = {
     "throughput": Thresholds(1.0, 0.6, up_at_equal=False, down_at_equal=False),
     "latency": Thresholds(0.4, 0.1, up_at_equal=False, down_at_equal=False),
 }
-"""Thresholds for the ratio of tokens in KV memory to its capacity, by target."""
+"""Thresholds for the ratio of tokens in KV memory to its capacity, by the planner's target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class PoolState:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Expected requests: their rate, and means over them."""
+    """Expected traffic: the request rate, and the mean lengths and prefix hits of requests."""
 
     requests_per_s: float
     num_prompt_tokens: float

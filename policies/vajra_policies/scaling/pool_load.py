@@ -1,9 +1,9 @@
 """Rules of Dynamo's planner for one pool: the number of replicas by the load of its engines, in steps of one.
 
-With thresholds, scale up if the load of one engine is above the upper threshold; scale down if the loads of all engines
-are below the lower threshold, and the loads of the remaining engines would stay below the upper threshold with the load
-redistributed. With latency SLOs, scale up if every engine is predicted to miss the same SLO; scale down if the
-remaining engines are predicted to stay within a fraction of the SLOs.
+With thresholds, scale up if the load of one engine is above the upper threshold. Scale down if the loads of all engines
+are below the lower threshold, and would stay below the upper threshold when the remaining engines share the load. With
+latency SLOs, scale up if every engine is predicted to miss the same SLO; scale down if the remaining engines are
+predicted to stay within a fraction of the SLOs.
 
 Source: NVIDIA Dynamo 1.6.1, planner, load-based scaling.
 """
@@ -90,8 +90,10 @@ def _both(prompts: Opinion, decodes: Opinion, ready: int) -> Opinion:
 
 
 def by_thresholds(loads: Sequence[float], thresholds: Thresholds | None, ready: int, least: int) -> Opinion:
-    """Return one replica more if any load is above the upper threshold, one less if all loads are below the lower
-    threshold and would stay below the upper one afterwards. `ready`: number of replicas that are up.
+    """Require one replica more if any load is above the upper threshold.
+
+    Require one replica less, but at least `least`, if all loads are below the lower threshold and the largest load
+    would stay below the upper threshold afterwards. `ready`: number of replicas that are up.
     """
     if ready == 0 or not loads or thresholds is None:
         return Opinion(None, INSUFFICIENT)
@@ -167,7 +169,7 @@ def by_decodes(
 
 
 def _share(ready: int) -> float:
-    """Return the factor by which the load of each engine grows when one is removed."""
+    """Return the factor by which the load of each remaining engine grows when one engine is removed."""
     return ready / (ready - 1) if ready > 1 else 1.0
 
 

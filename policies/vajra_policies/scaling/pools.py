@@ -23,8 +23,10 @@ def within_bounds(pool: PoolView, wanted: int) -> int:
 
 
 def shared_requests(pool: PoolView) -> int:
-    """Return the number of requests in no replica's queue: those in the shared queue, if the pool's replicas may pull
-    from it, and those that wait for blocks of a decode replica before their prompt is computed in this pool.
+    """Return the number of requests for this pool that are in no replica's queue.
+
+    These are the requests in the shared queue, if the pool's replicas may pull from it, and the requests that wait for
+    blocks of a decode replica before their prompt is computed in this pool.
     """
     return max(0, pool.num_queued - sum(one.num_waiting for one in pool.replicas))
 

@@ -57,10 +57,10 @@ class TargetUtilizationConfig(PolicyConfig):
 class TargetUtilization:
     """Sets ceil(replicas * load / target) replicas, or changes nothing if load / target is within the tolerance of 1.
 
-    Starting replicas count as idle for decisions to start replicas, and do not count for decisions to stop any. The
-    result is stabilised: to scale up, it is the smallest number computed within the last `up_window_s` seconds; to
-    scale down, the largest within `down_window_s`. At the first decision, the present number counts as one computed
-    before.
+    In decisions to start replicas, starting replicas count as replicas without load. In decisions to stop replicas,
+    starting replicas do not count. The result is stabilised: to scale up, it is the smallest number computed within the
+    last `up_window_s` seconds; to scale down, it is the largest number computed within the last `down_window_s`
+    seconds. The number of replicas at the first decision is treated like a computed number.
 
     Source: Kubernetes, HorizontalPodAutoscaler, algorithm details and stabilisation windows.
     """

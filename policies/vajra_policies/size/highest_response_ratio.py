@@ -15,8 +15,9 @@ class HighestResponseRatioConfig(SizeConfig):
 class HighestResponseRatio:
     """Key = -(now - arrival) / S, with S = w * prompt + output expected at arrival, in output tokens.
 
-    The response ratio is (wait + service) / service = 1 + wait / service; the order is the same. Short requests age
-    fast, and after a while a long one overtakes every later short one, so no request starves.
+    The response ratio is (wait + service) / service = 1 + wait / service. The highest ratio has the lowest key, and
+    goes first. The keys of short requests fall fast, but each starts at 0 on arrival. A long request that has waited
+    long enough thus goes before every short request that arrives later, so no request starves.
 
     Left out: nothing.
 
@@ -35,7 +36,7 @@ class HighestResponseRatio:
         return request.arrived_at * slope, -slope
 
     def key(self, request: RequestView, now: float) -> float:
-        """Return the value of the line at `now`."""
+        """Return the key at `now`, from the line that `line` returns."""
         intercept, slope = self.line(request)
         return intercept + slope * now
 

@@ -41,9 +41,9 @@ class LearningToRank:
     """Key = (0 if boosted, else 1; score), with the output length expected at arrival as score.
 
     A request that has run in no step for `starvation_s` is boosted until it has run in `boost_steps` steps, so no
-    request waits much longer than `starvation_s`. Only the order of scores matters: a predictor's rank correlation
-    (Kendall's tau) counts, not its error. Needs a replica scheduler that preempts, such as `preemptive`; with others it
-    is shortest job first.
+    request waits much longer than `starvation_s`. Only the order of scores matters, so a predictor needs a high rank
+    correlation with the true lengths (Kendall's tau), not a small error. Needs a replica scheduler that preempts, such
+    as `preemptive`; with others it is shortest job first.
 
     Left out: the ranking model, a small language model trained on prompts; the backend's `output_length` takes its
     place.
@@ -75,7 +75,9 @@ class LearningToRank:
         return self._last_run_at.get(request, request.arrived_at) + self._starvation_s - _ROUNDING_S
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Count the steps of boosted requests; start the boost of each starving request that ran."""
+        """Count the step for each boosted request in it. Start the boost of each request in the step that had not run
+        for `starvation_s` before.
+        """
         boosts, ran_at, starved_at = self._boosts, self._last_run_at, step.formed_at - self._starvation_s
         for request in step.requests:
             if boosts and request in boosts:

@@ -21,7 +21,7 @@ class LengthConfig(PolicyConfig):
 
 
 class SizeConfig(LengthConfig):
-    """Parameters of sizes that count prompts too."""
+    """Parameters of request sizes: expected output length plus weighted prompt length."""
 
     prompt_weight: float = Field(
         0.01,
@@ -50,14 +50,14 @@ class Lengths:
 
 
 class FirstLengths:
-    """Output lengths as expected when they are first read, at the request's arrival."""
+    """Expected output lengths of requests; each is fixed when it is first read, at the request's arrival."""
 
     def __init__(self, lengths: Lengths) -> None:
         self._lengths = lengths
         self._first: dict[RequestView, float] = {}
 
     def total(self, request: RequestView) -> float:
-        """Return the total number of tokens that the request was expected to generate at its arrival."""
+        """Return the request's total number of output tokens, as expected at its arrival."""
         first = self._first.get(request)
         if first is None:
             first = self._first[request] = self._lengths.total(request)

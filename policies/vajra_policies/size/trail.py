@@ -21,8 +21,10 @@ class TrailConfig(LengthConfig):
 
 
 class Trail:
-    """Key = (0, r) once a request has generated a >= C * r0 tokens, else (1, r), with r the expected remaining tokens
-    and r0 those expected at arrival.
+    """Key = (0, r) if a >= C * r0, else (1, r).
+
+    a is the number of tokens that the request has generated, r the number of tokens that it is still expected to
+    generate, and r0 the number of output tokens expected at its arrival.
 
     C = 0 is shortest job first without preemption, C = 1 allows preemption until the end. Preempting a request near its
     end wastes the most memory and saves the least time. Needs a replica scheduler that preempts, such as `preemptive`.

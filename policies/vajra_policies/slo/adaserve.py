@@ -112,9 +112,9 @@ class AdaServe(FixedChunk):
     q^k tokens. TPOT is `tpot_slo_s`, else `tbt_slo_s`; without either, A = 0. t is predicted for a step with all B
     tokens and no prompt. Prompts are added as by `fixed_chunk`.
 
-    Left out: trees of drafts (a path each), the drafter's own probabilities (q is estimated from the acceptance of the
-    request's drafts so far), and the choice of depth and width by load. B is a parameter, since it follows only from a
-    profile of the device.
+    Left out: trees of drafts (here, each decode has one sequence of drafts), the drafter's own probabilities (q is
+    estimated from the acceptance of the request's drafts so far), and the choice of depth and width by load. B is a
+    parameter, since it follows only from a profile of the device.
 
     Source: Li et al., "AdaServe: Accelerating Multi-SLO LLM Serving with SLO-Customized Speculative Decoding" (arXiv:2501.12162).
     """

@@ -42,10 +42,11 @@ class AndesConfig(PolicyConfig):
 class Andes:
     """Key = (1, -gain / context): gain = QoE after `horizon_s` if served - QoE if not, context = tokens that the request holds or needs.
 
-    QoE is the integral over time of the tokens read, divided by that of the tokens expected (`Reading`): the first
-    token at the TTFT SLO, then 1 / TPOT SLO per second, or `reading_speed`. A request whose reader has buffered tokens
-    loses nothing by a pause, and makes room for others; a request whose reader waits for tokens continues. Once
-    requests have been preempted `preemption_cap` times on average, running requests come first: (0, ..).
+    QoE is the integral over time of the tokens read, divided by that of the tokens expected (`Reading`). The first
+    token is expected at the TTFT SLO, and then 1 / TPOT SLO tokens per second (without this SLO, `reading_speed`). A
+    request whose reader has buffered tokens loses nothing by a pause, and makes room for others; a request whose reader
+    waits for tokens continues. Once requests have been preempted `preemption_cap` times on average, running requests
+    come first: (0, ..).
 
     Needs the replica scheduler `preemptive`, which pauses and preempts requests only if slots or memory are short.
 

@@ -35,8 +35,10 @@ class BlendserveConfig(FixedChunkConfig, LengthConfig):
 
 
 def left_share(rho_root: float, rho_left: float, rho_right: float) -> float:
-    """Return M_L / M = (rho_root - rho_R) / (rho_L - rho_R): the share of memory for the left end with which both ends
-    together have the density rho_root of all requests. The share is clamped to 0 .. 1, and is 1 if rho_L <= rho_R.
+    """Return M_L / M = (rho_root - rho_R) / (rho_L - rho_R): the left end's share of the memory M.
+
+    With this share, both ends together have rho_root, the density of all requests. The share is clamped to 0 .. 1, and
+    is 1 if rho_L <= rho_R.
     """
     if rho_left <= rho_right:
         return 1.0
@@ -46,15 +48,16 @@ def left_share(rho_root: float, rho_left: float, rho_right: float) -> float:
 class Blendserve(FixedChunk):
     """Waiting requests are sorted by density rho = T_comp / T_mem, and admitted from both ends of this order.
 
-    - T_comp is the time to compute p + d tokens, except those shared with a request of the same prefix; T_mem is the
-      time to read p * d + d^2 / 2 tokens of context in its decodes. Requests with the same first block stay together,
-      at their common density, so that prefixes are shared as in depth-first order.
-    - The compute-bound end (rho_L) gets memory M_L = M * (rho_root - rho_R) / (rho_L - rho_R), the other end the rest:
-      together they keep rho_root, the density of all waiting requests, until the last one.
+    - T_comp is the time to compute p prompt tokens and d output tokens, without prompt tokens that other requests
+      share. T_mem is the time to read p * d + d^2 / 2 tokens of context in the request's decodes. Requests with the
+      same first block stay together, at their common density, so that prefixes are shared as in depth-first order.
+    - The compute-bound end, of density rho_L, gets the memory M_L = M * (rho_root - rho_R) / (rho_L - rho_R). The other
+      end, of density rho_R, gets the rest. Requests from both ends together then have rho_root, the density of all
+      waiting requests, until no request waits.
 
     Left out: prefix trees deeper than one level and splitting of outliers, lengths from samples of 1 % (the backend's
-    `output_length` takes their place), and chunks for each end. Gains only if a step takes max(compute time, memory
-    time); both rates are round figures for 7B models.
+    `output_length` takes their place), and chunks for each end. There is a gain only if a step takes max(compute time,
+    memory time). Both rates are round figures for 7B models.
 
     Source: Zhao et al., "BlendServe: Optimizing Offline Inference for Auto-regressive Large Models with Resource-aware Batching"
     (arXiv:2411.16102).

@@ -27,11 +27,11 @@ class ConserveConfig(PreemptiveConfig):
 class Conserve(Hygen):
     """`preemptive`, with offline requests added while the step is predicted to take at most T.
 
-    - While online requests run, T is the tightest of their TPOT SLOs. If none runs but the most urgent waiting request
-      is online, T = `default_tpot_s`. Without online requests, T = `offline_step_s`, and only offline requests run.
-    - An online request that lacks memory preempts offline ones. Use it with the prioritizer `priority`.
-    - For checkpoints, configure a memory tier with `write: write_through`: it gets each block of a running request once
-      the block is full, in the background. A preemption then copies nothing, and a readmitted request loads its KV.
+    - While online requests run, T is the tightest of their TPOT SLOs. While no online request runs, T is
+      `default_tpot_s` if the most urgent waiting request is online, else `offline_step_s`.
+    - An online request that lacks memory preempts offline requests. Use this policy with the prioritizer `priority`.
+    - For checkpoints, configure a memory tier with `write: write_through`. Each full block of a running request is then
+      written to the tier in the background. A preemption then copies nothing, and a readmitted request loads its KV.
 
     Left out: interruption of a step between two layers (safepoints), replaced by the bound `offline_step_s`; restoring
     KV before a request is scheduled (here it is loaded when scheduled). The rule is from memory of the paper; both

@@ -34,8 +34,8 @@ class Hygen(Preemptive):
     """`preemptive`, with offline requests added only while the step's predicted time stays within `latency_budget_s`.
 
     Online requests are added by urgency regardless of the budget; then offline decodes, and offline prompts in chunks
-    that fit. Online requests preempt offline ones for memory. A step that would be empty gets an offline request in
-    any case. Use it with the prioritizer `priority`, which puts offline requests behind online ones.
+    that fit. Online requests preempt offline ones for memory. A step that would be empty gets an offline request in any
+    case. Use this policy with the prioritizer `priority`, which puts offline requests behind online ones.
 
     Left out: the search for the budget that keeps an SLO (see `vajra capacity`), and the order of offline requests by
     shared prefixes. Predictions are those of the run's latency model, where the paper fits a linear one.

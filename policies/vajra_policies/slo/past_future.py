@@ -54,10 +54,12 @@ def peak_tokens(entries: Iterable[tuple[float, float]]) -> float:
 
 
 class PastFuture(FixedChunk):
-    """Admits a waiting request if the peak of the running requests and itself is at most M * (1 - reserve).
+    """Admits a waiting request if, with it, the predicted peak of tokens held is at most M * (1 - reserve).
 
-    - a_i: known tokens; b_i: tokens still to be generated. The output length is redrawn in each step from the recent
-      ones that exceed the request's output so far; if there are none, it is `max_tokens`.
+    - M is the number of tokens that the KV memory holds. The peak is that of `peak_tokens` over the running requests
+      and the waiting one, with a_i known tokens and b_i tokens still to be generated.
+    - A request's output length is redrawn in each step from the recent output lengths that exceed its output so far. If
+      there are none, it is `max_tokens`.
     - A request that does not fit waits, and no request behind it is admitted. Steps are formed as by `fixed_chunk`.
 
     Memory is counted in whole blocks. Left out: shared prefixes, which count once for each request, and requests in
@@ -68,7 +70,9 @@ class PastFuture(FixedChunk):
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset({SteadyState.NOTHING_WAITS}), is_work_conserving=True)
-    """While requests wait, draws differ from step to step; an empty replica admits its first request in any case."""
+    """Decode steps repeat only while nothing waits, since the drawn lengths differ from step to step. An empty replica
+    admits its first request in any case.
+    """
 
     def __init__(self, config: PastFutureConfig, context: PolicyContext) -> None:
         limits = context.limits

@@ -14,14 +14,17 @@ class PolyserveConfig(TierConfig):
 
 
 class Polyserve:
-    """Binds on arrival to the most loaded replica of the request's tier that passes the checks, else of a tighter tier;
-    else to an idle replica, which joins the tier.
+    """Binds on arrival to the most loaded replica that passes the checks below.
 
-    A replica passes if, with the request, (1) the first token is in time after the replica's pending prompts, (2) the
-    second token is in time, and (3) a decode step of all its requests, each grown by the mean output of the tier, takes
-    at most the TPOT of the replica's tier, and its memory suffices. If no replica passes, the request waits in the
-    shared queue until one passes or is idle. A request whose SLOs even an idle replica would miss belongs to the
-    loosest tier, and its own SLOs are ignored.
+    Replicas of the request's tier are tried first, then those of tighter tiers. If none passes, an idle replica takes
+    the request and joins the request's tier.
+
+    A replica passes if three conditions hold. (1) The request's first token is in time after the replica's pending
+    prompts. (2) The request's second token is in time. (3) With the request, and with each request grown by the tier's
+    mean output, a decode step takes at most the TPOT of the replica's tier, and the replica's memory suffices.
+
+    If no replica passes or is idle, the request waits in the shared queue. If even an idle replica would miss the SLOs
+    of a request, the request belongs to the loosest tier, and its own SLOs are ignored.
 
     Some replicas thus have high load, and unneeded ones stay idle and may be stopped by a scaler. With a fixed number
     of replicas, `least_loaded` has lower latencies.
@@ -70,7 +73,7 @@ class Polyserve:
                 return
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Count at its replica a request that was pulled from the shared queue."""
+        """If the request was pulled from the shared queue, count it at the replica that pulled it."""
         if self._placed.get(request) != replica_id:
             self._leave(request)
             self._place(request, replica_id, self._tiers.target_tier(request))

@@ -23,8 +23,9 @@ def most_in_time(prompts: Sequence[Prompt], step_tokens: int, num_running: int) 
     """Return for each prompt True if it belongs to the largest set whose deadlines can all be met and that contains all
     prompts admitted earlier.
 
-    `prompts` are ordered by deadline. For each k, the tokens of the first k prompts of the set must be at most (steps
-    until the k-th deadline) * (step_tokens - num_running - (k - 1)), since each finished prompt decodes.
+    `prompts` are ordered by deadline. Each running request and each finished prompt takes one token of a step to
+    decode. The first k prompts of a set may thus have at most (steps until the k-th deadline) * (step_tokens -
+    num_running - (k - 1)) tokens, for each k.
 
     Dynamic programming over i finds, with O(n^2) comparisons, the least total of tokens for each number of prompts
     chosen from the first i.
@@ -40,8 +41,8 @@ def most_in_time(prompts: Sequence[Prompt], step_tokens: int, num_running: int) 
                 following[num] = state
             total = state[0] + prompt.num_tokens
             is_in_time = total <= prompt.num_steps * max(step_tokens - num_running - num, 0)
-            # An admitted prompt stays even if it is late: the set without new prompts (`num == num_before`) then takes
-            # it.
+            # An admitted prompt stays in the plan even if it is late. If it is late, only the set of all prompts
+            # admitted earlier and no others (`num == num_before`) takes it.
             if is_in_time or (prompt.is_admitted and num == num_before):
                 taken = (total, (*state[1], index))
                 known = following[num + 1]

@@ -51,9 +51,9 @@ class Qoserve:
 
     - D is the TTFT SLO; for requests with only a deadline, the deadline minus `expected_output_tokens` times
       `batch_tbt_s`. alpha = 0 is earliest deadline first; a large alpha is shortest remaining prompt first.
-    - Relegation: a request that would miss arrival + D even if only its prompt were computed from now on, at the recent
-      throughput, goes behind all requests that can still be in time. After its admission it stays relegated. An
-      overload thus makes only some requests late.
+    - Relegation: suppose that from now on only the prompt of a request is computed, at the recent throughput. If the
+      request would still miss arrival + D, it is relegated: it goes behind all requests that can still be in time. A
+      request that is admitted while relegated stays relegated. An overload thus makes only some requests late.
 
     Companion of `slack_chunk`, QoServe's chunks. Left out: an alpha that adapts to the load, and the relegation of
     important requests last.

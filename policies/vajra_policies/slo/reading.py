@@ -34,8 +34,9 @@ class Reading:
         self.num_tokens += num_tokens
 
     def area_after(self, seconds: float, delay_s: float, rate: float) -> float:
-        """Return the integral over time of the number of tokens read, until `seconds` after `at_s`, if `rate` tokens
-        per second arrive from `delay_s` after `at_s` on.
+        """Return `area` as it will be `seconds` after `at_s`, in token seconds.
+
+        It is assumed that no token arrives until `delay_s` after `at_s`, and then `rate` tokens per second.
         """
         return self.area + self._read(seconds, delay_s, rate)
 

@@ -43,8 +43,8 @@ class Scorpio(FixedChunk):
     """Decodes with a credit of 1 run; every step adds TRP(r) = tightest TPOT SLO / TPOT SLO of r to each credit.
 
     - A request with twice the tightest TPOT SLO thus runs in every second step.
-    - TPOT guard: a request is admitted if a decode step of the virtual batch size, the sum of TRP over the running
-      requests and itself, is predicted to take at most the tightest TPOT SLO.
+    - TPOT guard: the virtual batch size is the sum of TRP over the running requests and the waiting one. The waiting
+      request is admitted if a decode step of this size is predicted to take at most the tightest TPOT SLO.
     - TTFT guard: in order of urgency, a waiting request is rejected if it would miss its TTFT SLO even directly after
       the prompts ahead of it. Use the prioritizer `edf` with `use_request_deadlines: true`; each step goes through all
       waiting requests.

@@ -43,8 +43,9 @@ class SlackChunkConfig(PreemptionConfig):
 
 
 class SlackChunk:
-    """Fills each step to the largest of `sizes` with safety_factor * T <= least slack of its decodes, or else to the
-    smallest size; T is the predicted step time.
+    """Fills each step to the largest of `sizes` for which safety_factor * T is at most the least slack of the decodes.
+
+    T is the predicted time of the step with this number of tokens. If no size qualifies, the smallest size is used.
 
     Slack of a decode: arrival + max(TTFT, TTFT SLO) + TBT SLO * i - now, with i its number of output tokens. If decodes
     are ahead of their SLOs, chunks become larger. Decodes without an SLO do not count; without decodes that count, the

@@ -37,9 +37,9 @@ class SlosServe(FixedChunk):
     """Admits the largest set of arrived requests whose TTFT SLOs can all be met; the others are best effort.
 
     - A step takes at most `step_s`, to meet the TPOT SLOs, and therefore has at most B tokens by the latency model; n
-      running requests get one token each. Until the deadline of a prompt there are floor(time / step_s) steps with B -
-      n tokens for prompts, less one token for each admitted prompt with an earlier deadline. `most_in_time` finds the
-      largest set of prompts that fits; it includes requests admitted earlier.
+      running requests get one token each. Until the deadline of a prompt there are floor(time / step_s) steps. Each has
+      B - n tokens for prompts, less one token for each admitted prompt with an earlier deadline. `most_in_time` finds
+      the largest set of prompts that fits; it includes requests admitted earlier.
     - Admitted prompts are computed in the order of their deadlines. Prompts of best-effort requests (declined ones, and
       those without an SLO) are computed only while no admitted prompt is left, so that they take nothing from a plan.
 

@@ -93,8 +93,10 @@ class Tiers:
     def keeps(
         self, request: RequestView, replica: ReplicaLoadView, tier: int, now: float, *, is_attainable: bool
     ) -> bool:
-        """Return True if a replica of this tier, with the request, meets the SLOs for the first token, the second token
-        and each step, and has a slot and enough memory. Without `is_attainable`, the first two are not checked.
+        """Return True if a replica of this tier could take the request.
+
+        With the request, the replica must meet the SLOs for the first token, the second token and each step, and have a
+        slot and enough memory. Without `is_attainable`, the SLOs for the first and the second token are not checked.
         """
         prompt = request.num_prompt_tokens
         hit = min(replica.prefix_hit_tokens(request), prompt - 1)

@@ -9,7 +9,7 @@ class WaitingTimeEstimator:
     """Estimates waiting time = requests ahead * mean output / throughput in output tokens per second, both over the
     last `window` requests that ended.
 
-    `output_tokens` and `throughput` are used until two requests have ended, at different times.
+    Until two requests have ended at different times, the given `output_tokens` and `throughput` are used.
 
     Source: QLM (arXiv:2407.00047), request waiting time (RWT) estimator.
     """

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 def first_of_two(
     t_1: Callable[[int], float], t_2: Callable[[int, int], float], s_1: float, s_2: float, sizes: Sequence[int]
 ) -> int | None:
-    """Return c_1 of the two chunks with the largest sum c_1 + c_2 such that t_1(c_1) <= s_1 and t_1(c_1) + t_2(c_1,
-    c_2) <= s_2; None if no c_1 fits. `t_1` and `t_2` must be convex; c_1 is one of `sizes`, and c_2 one of them or 0.
+    """Return the first size of the two chunks c_1 and c_2 with the largest sum; None if no c_1 fits.
+
+    The chunks must meet t_1(c_1) <= s_1 and t_1(c_1) + t_2(c_1, c_2) <= s_2. c_1 is one of `sizes`, and c_2 is one of
+    `sizes` or 0. `t_1` and `t_2` must be convex.
     """
 
     def most(fits: Callable[[int], bool]) -> int:

@@ -28,13 +28,13 @@ class Minivllm:
     """Prefill whole prompts from the head of the queue; only a step that prefills nothing decodes.
 
     A prompt must fit the budget and the free blocks at its full length and is charged its full length, cached or not.
-    Decode steps check blocks before limits: if the batch is full, the next decode still preempts the latest admitted
-    request if it needs a block, although it does not run itself. Victims are recomputed and return to the front of the
-    queue (prioritizer `fcfs` with `preempted: first`).
+    Decode steps check blocks before limits: if the batch is full and the next decode needs a block, the latest admitted
+    request is preempted, although the next decode does not run in this step. Victims are recomputed and return to the
+    front of the queue (prioritizer `fcfs` with `preempted: first`).
 
-    Differences from MinivLLM's code, which loses requests, leaks blocks and repeats tokens: this is the scheduler that
-    its documentation describes. A request that would stall it (a sequence that can never fit memory or budget) is
-    refused at submission; a prompt whose blocks are all cached computes its last block again.
+    This is the scheduler that MinivLLM's documentation describes. MinivLLM's code differs: it loses requests, leaks
+    blocks and repeats tokens. A request that would stall the scheduler (a sequence that can never fit memory or budget)
+    is refused at submission; a prompt whose blocks are all cached computes its last block again.
 
     Source: MinivLLM (Wenyueh), documentation of scheduling.
     """

@@ -23,8 +23,8 @@ from vajra_py.contract import (
 
 
 class NanoVllmConfig(PolicyConfig):
-    """Parameters of `nano_vllm`. Its `max_num_seqs` is the replica's `max_batch_size`: it limits a step, not the number
-    of running requests.
+    """Parameters of `nano_vllm`. nano-vLLM's option `max_num_seqs` is the replica's `max_batch_size`, which limits the
+    requests of a step, not the running requests.
     """
 
     prefill: Literal["whole", "chunk_first"] = Field(
@@ -48,9 +48,9 @@ class NanoVllm:
       prompt of a step is cut where the budget ends; until it is complete, every step continues it, no request decodes,
       and it cannot be preempted.
 
-    A prompt takes the blocks of its whole known sequence at once. A decode lacks a block only when it begins a new one;
-    then the latest admitted request is preempted, to be recomputed, and returns to the front of the queue (prioritizer
-    `fcfs` with `preempted: first`).
+    A prompt takes the blocks of its whole known sequence at once. A decode needs a block only when it begins a new
+    block. If none is free, the latest admitted request is preempted, to be recomputed, and returns to the front of the
+    queue (prioritizer `fcfs` with `preempted: first`).
 
     Differences from nano-vLLM: a request that would fail an assertion there (a sequence that can never fit, or outgrows
     the budget of whole prompts) is refused at submission; a prompt whose blocks are all cached computes its last block

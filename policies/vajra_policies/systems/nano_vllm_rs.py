@@ -28,8 +28,8 @@ _NO_ROOM_HELPS = frozenset({Refusal.LOADING, Refusal.NOT_ADMITTED, Refusal.JUST_
 
 
 class NanoVllmRsConfig(PolicyConfig):
-    """Parameters of `nano_vllm_rs`. Its `max_num_seqs` is the replica's `max_batch_size`: the number of concurrent
-    sequences.
+    """Parameters of `nano_vllm_rs`. The engine's option `max_num_seqs`, the maximum number of concurrent sequences, is
+    the replica's `max_batch_size`.
     """
 
     prefill_budget_tokens: int = Field(
@@ -61,15 +61,15 @@ class NanoVllmRs:
 
     - *Swapped requests resume.* They wait with all others in order of priority, then arrival, and return with their KV
       when it fits (`PreemptionMode.SWAP`; recomputed if host memory is full or absent).
-    - *Chunks follow each other.* Prompts in progress continue before any request is admitted, most urgent first, each
-      by at most `chunk_size` tokens per step and cut to the remaining budget, as in the document's example of ten
+    - *Chunks follow each other.* Prompts in progress continue before any request is admitted, most urgent first. Each
+      gets at most `chunk_size` tokens per step, cut to the remaining budget, as in the document's example of ten
       tokens.
     - *Urgent requests get memory.* If the head of the queue lacks only memory, running requests of strictly lower
-      priority are preempted, lowest first, among equals the one admitted last, but only if that makes enough room; the
-      head is admitted in the same step. (If equal priority sufficed, requests would preempt each other forever.) No
-      request is preempted for a head that waits for its KV or its adapter. Under a prioritizer other than `priority`, a
-      step may preempt a request that it has just admitted; if that leaves the step empty, because blocks are shared or
-      pinned, no request is preempted for that head again.
+      priority are preempted, but only if that makes enough room. The lowest priority goes first and, among equals, the
+      request admitted last. The head is admitted in the same step. (If equal priority sufficed, requests would preempt
+      each other forever.) No request is preempted for a head that waits for its KV or its adapter. Under a prioritizer
+      other than `priority`, a step may preempt a request that it has just admitted; if that leaves the step empty,
+      because blocks are shared or pinned, no request is preempted for that head again.
     - *Decodes that need a block get one.* The request of lowest priority is preempted, among equals the one admitted
       last, possibly the decode itself. (The code lets the decode continue without a block.)
     - *`max_num_seqs` counts all running requests*, including prompts in progress, as in its description ("to run
@@ -94,7 +94,7 @@ class NanoVllmRs:
         self._max_running = context.limits.max_batch_size
         self._in_vain: RequestView | None = None
         """Waiting request for which a step preempted all requests that the step had just admitted, so that the step
-        stayed empty. No request is preempted for this one again.
+        stayed empty. No request is preempted for this waiting request again.
         """
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
@@ -189,8 +189,8 @@ class NanoVllmRs:
 
 
 def _victim_key(request: RequestView) -> tuple[int, int]:
-    """Return the sort key of a victim. The victim with the largest key is preempted first: the least urgent one, among
-    equals the latest admitted.
+    """Return (priority, order of admission). The request with the largest key is preempted first: the least urgent one
+    or, among equally urgent ones, the one admitted last.
     """
     return request.priority, request.admitted_index
 
@@ -198,7 +198,8 @@ def _victim_key(request: RequestView) -> tuple[int, int]:
 def _held_blocks(replica: LocalReplicaView, batch: BatchBuilder, request: RequestView) -> int:
     """Return the number of KV blocks of a running request.
 
-    They cover its whole known sequence, except for a decode to which this step has not yet added a token.
+    The blocks cover all known tokens of the request or, for a decode that is not yet in this step's batch, only the
+    computed ones.
     """
     has_all = request in batch or request.num_remaining_tokens > 1
     return replica.blocks_for(request.num_known_tokens if has_all else request.num_computed_tokens)

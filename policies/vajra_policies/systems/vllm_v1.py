@@ -89,8 +89,8 @@ class VllmV1:
 
     1. Running requests, in order of (latest) admission, get their remaining tokens, limited by threshold and budget. A
       request that lacks blocks preempts a victim, possibly itself, and possibly one already in this step: the victim
-      leaves the step and its tokens return to the budget. The needing request keeps the chunk size with which it was
-      first tried.
+      leaves the step and its tokens return to the budget. The request that needed the blocks keeps the chunk size with
+      which it was first tried.
     2. If no request was preempted, waiting requests are admitted from the head until budget, limit or blocks are used
       up. Only a request that waits for its KV or its adapter is passed over; no request is preempted for the head.
 

@@ -15,8 +15,10 @@ def needs_whole_prompts(context: PolicyContext) -> None:
 
 
 def outgrows(request: RequestView, budget: int | None, counted: str = "tokens") -> str | None:
-    """Return the reason why a sequence computed in one piece (also after a preemption) could get stuck; None if it
-    cannot.
+    """Return the reason why a request could get stuck; None if it cannot.
+
+    After a preemption, the prompt and the output so far are computed in one piece. If they exceed the budget, the
+    request cannot continue.
 
     `budget`: largest number of tokens of a step; None: any number. `counted`: what the budget counts, for the message.
     """

@@ -67,7 +67,7 @@ def load_runner(options: RunnerOptions) -> ModelRunner:
         ConfigError: the model directory is missing or broken, the architecture does not use transformers' attention
             interface, the model does not fit, or the device is absent. The error states one problem per line.
     """
-    # Importing tensor libraries takes seconds. The model is checked before, so that its errors are reported at once.
+    # Importing tensor libraries takes seconds. The model is checked before that, so its errors are reported at once.
     inspect_model(options.model, options.random_weights)
     from vajra_py.engine.compute.step.runner import TorchRunner
 

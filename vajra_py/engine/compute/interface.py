@@ -34,8 +34,8 @@ NOTHING_LEFT = "its allowed_token_ids, bad_words and min_tokens leave no token t
 class SamplingParams:
     """Sampling and stop parameters of a request. Values are validated at the API, not here.
 
-    They are applied in vLLM's order (allowed tokens, bad words, biases), then in transformers' (penalties, temperature,
-    top-k, top-p, min-p).
+    Allowed tokens, bad words and biases are applied first, in vLLM's order. Penalties, temperature, top-k, top-p and
+    min-p follow, in transformers' order.
 
     Attributes:
         max_tokens: maximum number of output tokens. Enforced by the controller.
@@ -58,7 +58,7 @@ class SamplingParams:
         logit_bias: (token, value added to its logit), each token once.
         bad_words: strings that the output must not contain. `vajra_py.engine.tokenizer.with_bad_words` converts them to
             `bad_words_token_ids` before the request is submitted.
-        bad_words_token_ids: sequences that the output must not contain; one that begins in the prompt is allowed.
+        bad_words_token_ids: sequences that the output must not contain; a match that begins in the prompt is allowed.
         include_stop_str_in_output: True if the request's text includes the stop string, or the text of the stop token,
             that ended it. Enforced by the controller.
     """
@@ -192,8 +192,8 @@ class LookaheadDecodes:
     """Decodes to start before the scheduler has decided which of them are needed.
 
     Attributes:
-        decodes: slots of the requests, whose sampling must not depend on their outputs (`needs_outputs`) and which have
-            no log-probabilities.
+        decodes: slots of the requests to decode. Their sampling must not depend on their outputs (`needs_outputs`), and
+            they must have no log-probabilities.
         growing: slots whose next token starts a new KV block; at most `RunnerOptions.spare_blocks`. KV of this token is
             in a spare block until the step that uses this row supplies the id of the request's own block.
     """
@@ -208,8 +208,8 @@ class LookaheadStep:
 
     Attributes:
         step: step to compute now.
-        begun: slots of the step's decodes that the previous `ahead` started. Other rows started then are dropped, and
-            the rest of this step is computed after the started ones.
+        begun: slots of those decodes of this step that `ahead` of the previous message started. Other rows that it
+            started are dropped, and the rest of this step is computed after the rows in `begun`.
         ahead: decodes to start after the step, or None.
     """
 
@@ -286,7 +286,7 @@ class RunnerOptions:
         tensor_parallel_size: number of ranks that share every layer.
         pipeline_stages: number of pipeline stages that the layers are divided into.
         kv_groups: number of KV-parallel groups; each holds the whole model and its own KV blocks.
-        kv_group_tokens: number of a request's tokens that a group holds when full; read only with several groups.
+        kv_group_tokens: largest number of tokens of one request that a group holds; read only with several groups.
         rank: index of this rank in its replica, numbered by KV group, then by stage, then by tensor-parallel rank.
         rendezvous: address where the ranks meet (`tcp://host:port` or `file:///path`); required with more than one
             rank.
@@ -453,7 +453,7 @@ class LookaheadRunner(ModelRunner, Protocol):
         """
 
     def begin_ahead(self) -> None:
-        """Submit the last `work.ahead` if `run_ahead` has not.
+        """Submit the last `work.ahead` if `run_ahead` has not submitted it.
 
         Meant for a caller that is idle after delivering the output. Without this call, the decodes are computed with
         the step that lists them in `begun`. Raises like `submit`.

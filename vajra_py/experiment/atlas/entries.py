@@ -50,10 +50,10 @@ def entries_of(
 ) -> tuple[Entry, Sequence[Entry]]:
     """Return the baseline and the other entries of an atlas.
 
-    Policies of `DEFAULT_BASELINE` take the places for which `baseline` has no policy. In each other entry, a policy
-    replaces the baseline's policy of its place; policies joined by `+` replace several. A name offered for several
-    layers replaces the baseline's policies of all these layers; a name offered for no layer may be an admission or
-    retention policy, or a preset.
+    A place is a layer, or a policy kind that belongs to no layer. Where `baseline` names no policy for a place, that of
+    `DEFAULT_BASELINE` is used. An entry in `policies` is one name or several joined by `+`. Each named policy replaces
+    the baseline's policy of the same place; a name offered for several layers replaces the policies of all these
+    layers. A name offered for no layer may be an admission or retention policy, or a preset.
 
     Raises:
         UnknownNameError: A name is offered by no installed package.

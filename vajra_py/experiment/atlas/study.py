@@ -70,7 +70,7 @@ class Plan:
     config: ExperimentConfig
     loads: Sequence[str]
     places: Mapping[str, tuple[str, str]]
-    """(Policy, load) of each run, by the run's label."""
+    """(Name of the entry, name of the load) of each run, by the run's label."""
 
 
 @dataclass(frozen=True, slots=True)

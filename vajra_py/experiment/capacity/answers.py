@@ -190,8 +190,9 @@ def counts_text(answer: CapacityAnswer) -> str:
 
 
 def _warning(answer: CapacityAnswer) -> str:
-    """Return a warning if runs just below the capacity did not keep up with their load, so that longer runs would give
-    worse values; else an empty text.
+    """Return a warning if some runs at rates just below the capacity are overloaded; else an empty text.
+
+    Queues of an overloaded run grow, so a longer run would give worse values and a lower capacity.
     """
     found = answer.answer
     assert found is not None

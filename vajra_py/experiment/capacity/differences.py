@@ -39,19 +39,20 @@ class CapacityDifference:
 
 
 def capacity_differences(answers: Sequence[CapacityAnswer]) -> list[CapacityDifference]:
-    """Return the difference of each pair of settings that have an exact capacity under each of several seeds; the first
-    of a pair has the higher capacity. Pairs are left out if their difference cannot be tested, because it does not vary
-    between seeds.
+    """Return the difference of each pair of settings; the first setting of a pair has the higher capacity.
 
-    The test is Student's t test of log capacities, paired by seed if seeds are common. The relative difference thus
-    follows from the ratio of two geometric means. With common seeds, these means are the capacities of the two
-    settings. Each setting's capacities are those of its deciding condition.
+    Only settings with several seeds and an exact capacity under each of them are compared. Pairs whose difference does
+    not vary between seeds are left out, since such a difference cannot be tested.
+
+    The capacities under single seeds are those of the setting's deciding condition. Their logarithms are compared by
+    Student's t test, paired by seed if the settings have common seeds. The relative difference follows from the mean
+    difference of the logarithms, so it compares geometric means over seeds.
     """
     known = [(one.label, rates) for one in answers if (rates := one.by_seed) is not None and len(rates) > 1]
     pairs = []
     for (first, ours), (second, theirs) in itertools.combinations(known, 2):
         found = difference(_logs(ours), _logs(theirs))
-        # The differences do not vary between seeds, so there is no test.
+        # Without variation between seeds there is no test.
         if found is None or found.interval is None or found.p_value is None:
             continue
         num_seeds = len(ours.keys() & theirs.keys()) or min(len(ours), len(theirs))
@@ -74,10 +75,11 @@ def _logs(rates: Mapping[int, float]) -> dict[str, float]:
 
 
 def difference_lines(answers: Sequence[CapacityAnswer]) -> list[str]:
-    """Return lines of text; an empty list without pairs. There is one line per pair of settings, with the higher
-    capacity first (of more than `_MANY_PAIRS` pairs, only for those with the best setting), and one on seeds and
-    p-values. The last line names the settings that are not compared or, if all are compared, the settings that may have
-    the highest capacity.
+    """Return lines of text on the differences; an empty list if no pair of settings is compared.
+
+    The first lines have one pair each, with the higher capacity first. If there are more than `_MANY_PAIRS` pairs, only
+    those with the best setting are listed. The next line describes seeds and p-values. The last line names the settings
+    that are not compared or, if all are compared, the settings that may have the highest capacity.
     """
     pairs = capacity_differences(answers)
     if not pairs:

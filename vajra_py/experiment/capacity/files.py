@@ -74,8 +74,8 @@ def _curve(answer: CapacityAnswer, conditions: Sequence[Condition]) -> CapacityC
 def _line(
     answer: CapacityAnswer, place: int, condition: Condition, own: ConditionCapacity
 ) -> list[tuple[float, float]]:
-    """Return the (rate, value) points of a typical seed: at each value, the geometric mean of the rates at which the
-    seeds reach it.
+    """Return the (rate, value) points of a condition's typical curve. The rate at a value is the geometric mean of the
+    rates at which the seeds reach this value.
     """
     by_seed: list[list[tuple[float, float]]] = []
     for seed in answer.seeds:

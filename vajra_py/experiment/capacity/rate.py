@@ -1,9 +1,10 @@
 """Search for the highest rate at which an SLO holds, for each of its conditions and each seed.
 
-Each run yields the slack of every condition, so one search covers all conditions. Runs under the first seed give an
-approximate capacity; then the capacity of every seed is bracketed, all seeds concurrently; seeds are added while the
-interval is wider than requested. The next runs depend only on the results so far, so an interrupted search resumes with
-the same runs, for any number of workers.
+The slack of a condition in a run is at least zero if the condition holds. Each run gives the slacks of all conditions,
+so one search covers all conditions. First, runs under the first seed give an approximate capacity. Then the capacity
+under every seed is bracketed, concurrently for all seeds. Seeds are added while the interval is wider than requested.
+The next runs depend only on the results so far, so an interrupted search resumes with the same runs, for any number of
+workers.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _LONGEST_GROWTH = 4.0
 _GROWTH = 1.5
 """Factor by which a seed's steps in the logarithm of the rate grow until its capacity is bracketed."""
 _MAX_LINES = 3
-"""Largest `num_cuts` (see `_between`) for which the next rate inside a bracket is still interpolated; above it, the
-bracket is bisected.
+"""Largest `num_cuts` (number of rates tried inside brackets so far, see `_between`) for which the next rate is
+interpolated; above it, the bracket is bisected.
 """
 _PEAK = 1.25
 """Ratio of two adjacent rates below which the search does not look for a maximum of a goodput between them."""
@@ -152,7 +153,8 @@ class _Study:
     question: RateQuestion
     seeds: list[SeedRuns] = field(default_factory=list)
     _num_cuts: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Number of probes so far at rates between others that had already been run, by (position of the seed, condition).
+    """Number of rates requested so far that lay between the lowest and the highest rate run before, by (position of the
+    seed, condition).
     """
 
     @property
@@ -245,10 +247,11 @@ class _Study:
         return None if rounded in runs.slacks else rounded
 
     def _outside(self, runs: SeedRuns, condition: int, aim: _Aim) -> float | None:
-        """Return the next rate for a condition that fails at all rates so far. If the slack is largest at the highest
-        of several rates, the next rate lies above it; if the slack is largest at a rate between others, the next rate
-        lies beside that rate. Otherwise, or if no further rate can be tried there, the next rate lies below all rates
-        so far; None if the lowest rate of the range was run.
+        """Return the next rate for a condition that fails at all rates so far; None if no rate is left to try.
+
+        If the slack is largest at the highest of several rates, the next rate is above this one. If the slack is
+        largest at a rate between others, the next rate is between this one and a neighbour. Otherwise, or if these
+        rates need no further runs, the next rate is below all rates so far.
         """
         slacks = [runs.slacks[rate][condition] for rate in runs.rates]
         best = int(np.argmax(slacks))
@@ -327,8 +330,10 @@ def _slope(found: Crossing) -> float | None:
 
 
 def _step(rates: Sequence[float], slack: float, aim: _Aim, *, upwards: bool) -> float:
-    """Return the factor from the last rate to the next. Its logarithm is the estimated distance to zero slack plus a
-    quarter of this distance, but at least a multiple of the previous step's logarithm.
+    """Return the factor from the last rate to the next.
+
+    Its logarithm is 1.25 times the estimated distance to zero slack, but at least a multiple of the previous factor's
+    logarithm, both within limits. Without an estimated slope, the estimate is replaced by `_FIRST_STEP`.
     """
     if aim.slope is None:
         distance = math.log(_FIRST_STEP)
@@ -342,9 +347,11 @@ def _step(rates: Sequence[float], slack: float, aim: _Aim, *, upwards: bool) -> 
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], ratio: float, num_cuts: int) -> float:
-    """Return a rate between two (rate, slack) points, shifted from the interpolated zero towards the farther end, so
-    that the bracket shrinks from both sides. Return the geometric mean of the two rates instead if they differ by more
-    than a factor of 4, or if `num_cuts` exceeds `_MAX_LINES`.
+    """Return the next rate inside a bracket, whose ends `low` and `high` are (rate, slack) points.
+
+    The rate is the interpolated zero of the slack, shifted towards the farther end so that the bracket shrinks from
+    both sides. If the ends differ by more than a factor of 4, or `num_cuts` (the number of rates tried inside brackets
+    before) exceeds `_MAX_LINES`, the rate is the geometric mean of the ends.
     """
     middle = math.sqrt(low[0] * high[0])
     if num_cuts > _MAX_LINES or high[0] > 4 * low[0]:

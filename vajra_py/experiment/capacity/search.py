@@ -28,9 +28,7 @@ Slacks: TypeAlias = Mapping[Probe, Sequence[float]]
 """Slack of each condition, by requested probe."""
 
 _FAR = 0.35
-"""Absolute slack above which the first seed alone decides about replica counts: more than a third away from
-the limit.
-"""
+"""Absolute slack (relative distance from the limit) above which replica counts are judged by the first seed alone."""
 
 Outcome: TypeAlias = Literal["found", "never", "always", "apart"]
 Stop: TypeAlias = Literal["precision", "max_replications", "range", "one seed"]
@@ -120,11 +118,11 @@ def _maybe(slacks: Sequence[float]) -> float:
 def search_replicas(slo: Slo, ranges: Sequence[range], costs: Sequence[float], replications: int) -> Search:
     """Search for the cheapest replica counts at which the mean slack of each condition is at least zero.
 
-    The search assumes that more replicas of an existing kind never reduce the slack, so each test rules out many
-    settings. If the SLO fails, it fails for all settings with at most as many replicas of each kind and the same kinds
-    absent; if it holds, all settings of higher cost are ruled out. The interval of the cost extends from the cheapest
-    setting at which the SLO may hold (upper ends of the slacks' intervals) to the cheapest at which it certainly holds
-    (lower ends).
+    The search assumes that more replicas of an existing kind never reduce the slack, so each tested setting rules out
+    many others. If the SLO fails at a setting, it also fails at every setting that uses the same kinds and has at most
+    as many replicas of each. If the SLO holds at a setting, settings of higher cost are not needed. The interval of the
+    cost extends from the cheapest setting at which the SLO may hold (judged by the upper ends of the slacks' intervals)
+    to the cheapest at which it certainly holds (judged by the lower ends).
     """
     seen = _Seen(slo)
     candidates = sorted(filter(any, itertools.product(*ranges)), key=lambda one: (_cost(one, costs), one))

@@ -21,8 +21,8 @@ from vajra_py.config.slo import Slo
 from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval, replication_interval
 
 FEWEST_SEEDS = 5
-"""Smallest number of seeds for which an interval that ends at the highest seed's capacity covers the median with a
-probability of at least 95 %: all of `n` seeds lie below the median of the distribution with probability `2 ** -n`.
+"""Smallest number of seeds for which the highest seed's capacity may be the end of a 95 % interval: the capacities of
+all `n` seeds lie below the median of the distribution with a probability of only `2 ** -n`.
 """
 
 _CURVE_LEVELS = 40
@@ -196,9 +196,11 @@ def typical_curve(
     by_seed: Sequence[Sequence[tuple[float, float]]], own: ConditionCapacity
 ) -> list[tuple[float, float]]:
     """Return the (rate, slack) points of a curve that crosses zero at the condition's capacity; an empty list if only a
-    bound of the capacity is known. The rate at each slack is the capacity that would result if the limit were shifted
-    by that slack. At slacks that some seeds did not reach, the distance from the capacity is the mean over the other
-    seeds.
+    bound of the capacity is known.
+
+    The rate at each slack is the capacity that would result if the condition's limit were shifted by that slack. Its
+    ratio to the condition's capacity is the geometric mean of the seeds' ratios. A seed that did not reach the slack is
+    left out.
     """
     zeros = [one.rate if one.side == "exact" else None for one in own.by_seed]
     known = [(sorted(runs), zero) for runs, zero in zip(by_seed, zeros, strict=True) if runs and zero is not None]
@@ -215,8 +217,8 @@ def typical_curve(
 def _along(
     levels: Sequence[float], known: Sequence[tuple[Sequence[tuple[float, float]], float]], rate: float
 ) -> list[tuple[float, float]]:
-    """Return the curve's points at slacks increasingly far from zero, while enough seeds have runs there and the rate
-    is monotone.
+    """Return the curve's points at these slacks (`levels`), which lead away from zero; end at the first slack that too
+    few seeds reached, or where the rate would reverse its direction.
     """
     curve, last = [], 0.0
     for level in levels:

@@ -280,7 +280,9 @@ class _Search:
     _error: str | None = field(init=False, default=None)
     _has_begun: bool = field(init=False, default=False)
     _is_random_after_all: bool = field(init=False, default=False)
-    """True after a run drew from its seed unexpectedly; the search then restarts with all seeds."""
+    """True if seeds were expected to repeat each other's runs, but a run used its seed after all; the search then
+    restarts with all seeds.
+    """
 
     def __post_init__(self) -> None:
         self._generator = self.question.search()

@@ -1,4 +1,4 @@
-"""Fit host overhead and a few scale factors, which operator tables do not contain, to a measured run.
+"""Fit the figures that operator tables do not contain to a measured run: host overhead and a few scale factors.
 
 The first and last tokens of the fitted requests mark ends of steps, and a simulation determines which steps lie between
 two such ends. The contribution of each fitted figure to each step is known, so the measured times give a linear
@@ -33,12 +33,12 @@ residuals).
 
 FEWEST_REQUESTS = 20
 TPOT_NOISE, INTERVAL_NOISE = 0.01, 0.02
-"""Assumed relative standard deviations: first of one request's TPOT, which is a mean over hundreds of steps; then of
-the time between the ends of two steps that gave tokens.
+"""Assumed relative standard deviations of the two kinds of measured times: a request's TPOT, which is a mean over
+hundreds of steps, and the interval between the ends of two steps that are known from tokens.
 """
 MATCHED = 0.08
-"""Largest relative difference between the measured and the simulated length of an interval for which both are assumed
-to contain the same steps.
+"""Largest relative difference between the measured and the simulated length of an interval that is used. If the lengths
+differ more, the interval probably contains different steps in measurement and simulation.
 """
 ROUNDS = 3
 """Number of rounds of a fit; each simulates with the figures of the previous round."""
@@ -214,9 +214,10 @@ class _Trials:
     def _intervals(
         self, steps: StepCosts, measured: MeasuredRequests, simulated: MeasuredRequests
     ) -> tuple[Floats, Floats, Floats]:
-        """Return (seconds per unit of each figure, remaining seconds, measured seconds) of intervals. An interval lies
-        between two successive first or last tokens of any requests. Intervals that are very short (`TOKEN_GAP_S`) or
-        have different lengths in measurement and simulation (`MATCHED`) are left out.
+        """Return (seconds per unit of each figure, remaining seconds, measured seconds), with one row per interval.
+
+        The first and last tokens of all requests, in order of time, divide the run into intervals. An interval is left
+        out if it is very short (`TOKEN_GAP_S`), or its lengths in measurement and simulation differ (`MATCHED`).
         """
         at, there = (np.concatenate([one.first_token_at, one.last_token_at]) for one in (measured, simulated))
         order = np.argsort(at, kind="stable")

@@ -22,7 +22,10 @@ _TOLERANCE_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Figure to fit, with a normal prior (mean `prior`, standard deviation `width`) truncated at `low`."""
+    """Number to fit: a scale factor, or a part of the host overhead.
+
+    Its prior is a normal distribution (mean `prior`, standard deviation `width`) truncated at `low`.
+    """
 
     name: str
     prior: float
@@ -53,9 +56,10 @@ class StepCosts:
         self._sums = np.concatenate([np.zeros((1, len(figures))), np.cumsum(costs, axis=0)])
 
     def between(self, start: Floats, stop: Floats, which: Ints) -> tuple[Floats, Floats]:
-        """Return (seconds per unit of each figure, remaining seconds including idle time) of the steps between two step
-        ends, for the pairs of `start` and `stop` at the indices `which`. With several replicas, these are means over
-        the replicas.
+        """Return (seconds per unit of each figure, remaining seconds) of the time between two step ends.
+
+        There is one row for each index in `which`, which selects a pair of step ends from `start` and `stop`. The
+        remaining seconds include idle time. With several replicas, seconds per unit are means over the replicas.
         """
         start, stop = start[which], stop[which]
         first, last = (np.searchsorted(self._ends, at + _TOLERANCE_S, side="right") for at in (start, stop))
@@ -69,8 +73,9 @@ def _unit_costs(
     figures: Sequence[Figure],
     known: dict[tuple[int, ...], list[float]],
 ) -> list[float]:
-    """Return the seconds that one unit of each figure adds to a step, given its `counts`: decodes, their context
-    tokens, prefill chunks, and tokens of chunks.
+    """Return the seconds that one unit of each figure adds to a step.
+
+    `counts` describes the step: numbers of decodes, of their context tokens, of prefill chunks, and of prefill tokens.
     """
     found = known.get(counts)
     if found is None:

@@ -56,8 +56,8 @@ class Assumed:
     """Settings of a simulation that replace those of the engine's run.
 
     Attributes:
-        latency: Model of the step times; None for the engine's latency model, which in any case gives policies their
-            predictions.
+        latency: Model of the step times; None for the latency model in the engine's settings. Policies get predictions
+            from the model in the engine's settings in either case.
         seed: Seed of the random variation between equal steps; None for the run's seed.
     """
 

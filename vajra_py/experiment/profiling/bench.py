@@ -85,8 +85,8 @@ class Bench:
         """Slots in use, which the next step frees."""
 
     def time_s(self, batch: Batch) -> float:
-        """Return the time of one step of the batch in seconds; for decodes that begin ahead, this is the time from the
-        previous step's tokens to this step's tokens.
+        """Return the seconds of one step of the batch. If its decodes begin ahead, this is the time from the previous
+        step's tokens to this step's tokens.
         """
         is_ahead = batch.is_ahead(self._begins_ahead)
         # The step before the measured one decodes the same rows with one context token less, so contexts need two
@@ -156,7 +156,7 @@ class Reference:
         return _REFERENCE_ROWS * -(-(_REFERENCE_CONTEXT + 1) // options.block_size)
 
     def frees(self, bench: Bench) -> None:
-        """Free the slots of a bench that is no longer used, in the next step of the reference."""
+        """Let the reference's next step free the slots of another bench, which is no longer used."""
         self._bench.taken += bench.taken
         bench.taken = []
 

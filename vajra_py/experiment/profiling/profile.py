@@ -2,12 +2,13 @@
 
 First, a grid of batches is executed repeatedly in random order, so that other activity on the machine affects all of
 them equally. A fixed reference batch is executed before each measurement: its time shows the machine's speed at that
-moment, and times are normalised to the median speed. Interrupted steps are slow outliers. Steps add up in a run, so
-their mean is what must be predicted, but few measurements estimate a batch's median better than its mean. A batch's
-time is therefore its median times the mean-to-median ratio over all shapes of its kind (decodes only, or with prompts).
-The spread of measurements around their batch's time is kept as well, so that equal steps of a simulation vary as much.
-Then the engine serves requests for a while, which shows the cost of forming a step and whether the formula holds in a
-running engine. Each measurement is saved to a file at once, so that an interrupted profile resumes where it stopped.
+moment, and times are normalised to the median speed. Durations of steps add up in a run, so the mean must be predicted.
+But interrupted steps are slow outliers, so from a small number of measurements, the median of a batch is estimated
+better than its mean. A batch's time is therefore its median, times the mean-to-median ratio over all shapes of its kind
+(decodes only, or with prompts). The spread of measurements around their batch's time is kept as well, so that equal
+steps of a simulation vary as much. Then the engine serves requests for a while, which shows the cost of forming a step
+and whether the formula holds in a running engine. Each measurement is saved to a file at once, so that an interrupted
+profile resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ machine's speed in between.
 _FARTHEST = 10.0
 """Multiple of a batch's median to which its measurements are clipped before the mean is taken."""
 _EVERY_ROW = 8
-"""Decode batches of every size up to this one are measured; above it, powers of two and the largest batch."""
+"""Decode batches of every size up to this one are measured; of larger sizes, powers of two and the maximum."""
 _FEWEST_TO_VARY = 3
 """Minimum number of passes for estimating the variation of equal steps."""
 
@@ -81,9 +82,9 @@ def profile_config(
     """Return the settings of a profile: those of an LLM (`vajra_py.engine.llm.llm_config`) on one replica. Raises
     `ConfigError`.
 
-    Without `model`, the model of the experiment's engine is used. Of an experiment, simulated or not, only the sizes
-    and the engine are used, since policies are not measured. So the experiment's policies may need predictions from a
-    profile that does not exist yet.
+    `config` may be any experiment, simulated or not. Only its sizes and its engine are used; without `model`, the
+    engine's model is profiled. Its policies and latency model are ignored, so the experiment may name the profile that
+    is about to be measured.
     """
     given = system_keys(config)
     given.pop("sweep", None)
@@ -194,10 +195,11 @@ def _facts(facts: ModelFacts, options: RunnerOptions, num_blocks: int) -> dict[s
 def _fitted(steady: _Steady, live: Sequence[LiveStep], ahead: bool, facts: Mapping[str, Any], seed: int) -> Profile:
     """Return a profile with one formula for the whole step on the engine's clock.
 
-    The cost of forming a step hardly depends on the sizes of its chunks. It is therefore fitted to the steps of the
-    running engine (base, per decode, per chunk) and added to the times of the grid. The whole times of these live steps
-    are only compared with the formula. If decodes begin `ahead`, forming a decode-only step overlaps with the previous
-    step; the running engine was measured without this overlap.
+    The cost of forming a step hardly depends on the sizes of its chunks. It is fitted to the steps of the running
+    engine (`live`) as a base, a cost per decode and a cost per chunk, and added to the times of the grid (`steady`).
+    The whole times of the live steps are only compared with the formula. If decodes begin `ahead`, forming a
+    decode-only step overlaps with the previous step, so nothing is added for such steps. The live steps were measured
+    without this overlap, so decode-only ones are not compared.
     """
     overhead = fit_steps([Measured(_counts_only(one.features), one.overhead_s) for one in live]) if live else None
 

@@ -1,9 +1,10 @@
 """Division of a simulation into independent parts, whose merged results are byte for byte those of the undivided run.
 
-All that replicasets share is the order of requests. The same holds for the replicas of one replicaset if its scheduler
-binds requests on arrival without reading loads, and no policy keeps state about requests of other replicas. Each part
-processes all requests in order, determines the replica of each as the undivided run would, and simulates the requests
-of its own replicas. A run that cannot be divided exactly is not divided; `why_whole` returns the reason.
+Replicasets share nothing but the order of requests. The replicas of one replicaset share nothing else either, if its
+scheduler binds requests on arrival without reading loads, and no policy keeps state about requests of other replicas.
+Each part processes all requests in order, determines the replica of each request as the undivided run would, and
+simulates the requests of its own replicas. A run that cannot be divided exactly is not divided; `why_whole` returns the
+reason.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Two seeds give equal runs if they draw equal requests and the experiment draws nothing else. Requests are drawn and
 compared; building the experiment without requests shows whether policies, predictors of output lengths or step times
-use random streams. A policy that requests its stream later is detected after its run (`drew_beside_workload`).
+use random streams. A policy that requests a stream only during its run is detected afterwards (`drew_beside_workload`).
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class EqualSeeds:
         return tuple(every[i] for i in own.kept), own.why or own.same_load
 
     def _drawn_beside_workload(self, config: ExperimentConfig) -> list[str]:
-        """Return the sources of variation between runs of equal requests: random draws by policies, predictors and step
-        times, as far as building them reveals.
+        """Return the sources of variation between runs of equal requests: the policies, predictors and step times that
+        request a random stream when they are built.
         """
         if config.backend.kind != "simulator":
             return [MEASURED]

@@ -109,8 +109,10 @@ class RunFolder:
         return self._manifest().get("config_digest") != config_digest(config)
 
     def check(self, config: SystemConfig, *, overwrite: bool) -> None:
-        """Raise `ConfigError` if the folder contains files that do not belong to a run or, unless `overwrite` is set,
-        results of other settings or of input files that have changed since.
+        """Raise `ConfigError` if a run with these settings must not be written to the folder.
+
+        That is the case if the folder contains files that do not belong to a run. Unless `overwrite` is set, it is also
+        the case if the folder contains results of other settings, or of input files that have changed since.
         """
         changed = [] if overwrite else self._changed_files(config)
         if changed:

@@ -63,8 +63,8 @@ def run_in_parts(
 ) -> RunData | str:
     """Run an experiment in parts and open its results, or return the reason why a part failed.
 
-    Parts are written beside the run's folder and removed at the end. After an interruption, finished parts are not
-    repeated, unless `overwrite` is set, or their inputs or the installed versions have changed.
+    Parts are written beside the run's folder and removed at the end. Parts that an interrupted run has finished are
+    repeated only if `overwrite` is set, or if their inputs or the installed versions have changed.
     """
     place = RunFolder(config.output_dir / config.name)
     folder = place.path.with_name(f".{place.path.name}.parts")

@@ -179,8 +179,9 @@ class Processes:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Defer Ctrl-C within the context, and make processes that are started in it ignore Ctrl-C: a terminal signals the
-    whole process group, but this process must end the workers itself.
+    """Defer Ctrl-C within the context, and make processes that are started in the context ignore it.
+
+    A terminal sends Ctrl-C to the whole process group, but this process must end the workers itself.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -70,7 +70,7 @@ class _Log(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Write all data, unless a write has failed before; return its size."""
+        """Write the data, or discard them if a write has failed; return their size in either case."""
         left = memoryview(data)
         size = left.nbytes
         try:
@@ -209,8 +209,8 @@ class RunRecording:
             self._inputs.note(entry)
 
     def ended(self, request: Request, reason: EndReason, token_ids: Sequence[int], *, is_faulty: bool = False) -> None:
-        """Record the end of a request with these tokens; `is_faulty` means that the request itself failed at the next
-        token.
+        """Record the end of a request that generated these tokens; `is_faulty`: the request ended because computing its
+        next token failed.
         """
         if self._keeps_on():
             assert self._outputs is not None

@@ -289,7 +289,7 @@ class _RecordedExecutor(SimulatedExecutor):
         return StepResult(tokens, frozenset(stopped), failed, {} if is_ahead else accepted, report, is_ahead)
 
     def num_drafts(self, requests: Sequence[Request], at_most: int) -> Sequence[int]:
-        """Return the recorded numbers of drafts; `at_most` if drafts stayed on the workers and were not recorded."""
+        """Return each request's recorded number of drafts; `at_most` if drafts stayed unrecorded on the workers."""
         if self._drafts_unseen:
             return [at_most] * len(requests)
         found = [(self._outputs.get(one.index, self._nothing).proposals, one.num_output_tokens) for one in requests]

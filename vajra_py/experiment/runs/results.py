@@ -54,8 +54,9 @@ class Tables(Struct, frozen=True):
     transfers: TransfersBuilder | None = None
     """KV transfers between replicas; None if requests cannot move."""
     ideal_makespans: IdealMakespans | None = None
-    """Function that returns the ideal makespans of programs, given the requests table; None if unavailable. It is
-    called last, since latency models count predictions, and the recorded counts must not include those that it makes.
+    """Function that returns the ideal makespans of programs, given the requests table; None if unavailable. It calls
+    latency models, which count their predictions. It is called last, so that its predictions are not in the recorded
+    counts.
     """
     tiers: TierLog | None = None
     """Prefix hits by memory tier and traffic on the tiers' links; None without tiers."""

@@ -118,8 +118,9 @@ class _Plan:
         """For each point that is not run, the point with the equal run."""
 
     def kept(self) -> list[int]:
-        """Return the points with a run of their own, finished or not, including points that were expected to repeat the
-        run of another point but do not.
+        """Return the points with a run of their own, finished or not.
+
+        If a finished run turns out to have used its seed, the points that were expected to repeat it are included.
         """
         for kept in sorted(set(self.copies.values())):
             if self._is_finished(kept):
@@ -131,8 +132,8 @@ class _Plan:
         return [index for index in wanted if not self._is_finished(index)]
 
     def released_by(self, index: int) -> list[int]:
-        """Remove from `copies`, and return, the points that had been expected to repeat the run of this finished point
-        but do not, because that run drew from its seed unexpectedly.
+        """Return the points that were expected to repeat the run of this finished point, if that run used its seed
+        after all, and remove them from `copies`; return an empty list otherwise.
         """
         own = [copy for copy, kept in self.copies.items() if kept == index]
         if not own or not drew_beside_workload(self._points[index][2]):

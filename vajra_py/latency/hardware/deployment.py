@@ -110,7 +110,7 @@ class Deployment(Struct, frozen=True):
         return ACTIVATION_TOKENS * per_token * DTYPE_BYTES[self.activation_dtype] + scores
 
     def kv_blocks(self, block_size: int, memory_fraction: float = 0.9) -> int:
-        """Return the number of KV blocks of `block_size` tokens that fit on the fullest device of one KV-parallel group.
+        """Return the number of KV blocks of `block_size` tokens that fit on a KV-parallel group's fullest device.
 
         Of the device's memory, the fraction `memory_fraction` is used for weights, activations and KV; the rest is left
         for the driver, graphs and fragmentation.

@@ -1,4 +1,4 @@
-"""Prices and power of devices: the values under `operation` in `hardware/*.json`, with sources, and changes by the user."""
+"""Prices and power of devices: the values under `operation` in `hardware/*.json`, which a user may change."""
 
 from __future__ import annotations
 

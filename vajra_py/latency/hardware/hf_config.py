@@ -39,8 +39,8 @@ class _Family(Struct, frozen=True):
     tied: bool = False
     head_dim: int | None = None
     sliding_every: int = 1
-    """Used if the file has a window but no list of layer types: above 1, one layer in this many has full attention; 1:
-    every layer has the window."""
+    """Period of the layers with full attention (6: every sixth layer) if the file has a window but no list of
+    layer types; 1: every layer has the window."""
 
 
 _FAMILIES: dict[str, _Family] = {

@@ -13,7 +13,7 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8":
 
 
 class LatentAttention(Struct, frozen=True):
-    """Sizes of multi-head latent attention, which caches one compressed vector per token (DeepSeek-V2, arXiv:2405.04434)."""
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): it caches one latent vector per token."""
 
     kv_rank: int
     rope_head_dim: int
@@ -96,7 +96,7 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def always_used_expert_layer_weights(self) -> int:
-        """Number of those weights of an expert layer that every token uses: router, shared experts and their gate."""
+        """Number of weights that every token uses in one expert layer: router, shared experts and their gate."""
         if self.experts is None:
             return 0
         shared = self.mlp_matrices * self.hidden_size * self.experts.shared_intermediate_size
@@ -160,7 +160,7 @@ class ModelSpec(Struct, frozen=True):
     def decode_flops_per_pair(self) -> int:
         """Operations of one layer's attention for one query token and one cached token, in a decode."""
         if self.latent is not None:
-            # The up-projections are absorbed into the query and the output, so attention works on the compressed vectors.
+            # The up-projections are absorbed into query and output, so attention works on the compressed vectors.
             return 2 * self.num_heads * (2 * self.latent.kv_rank + self.latent.rope_head_dim)
         return 4 * self.num_heads * self.head_dim
 

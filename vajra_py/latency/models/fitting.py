@@ -1,9 +1,9 @@
 """Fit curves to measured step times and report their error on held-out steps.
 
-The fit is a sum of functions that are non-decreasing, except over the first few numbers of tokens: matrix products with
-two rows may take longer than with four, since libraries use different algorithms. So the fit is a least-squares problem
-with non-negative coefficients: levels at those first numbers of tokens, slopes between the other knots of curves, and
-times per unit.
+The fit is a sum of curves and of terms with a constant time per unit. All are non-decreasing, except the curve over the
+number of tokens at its first few knots: matrix products with two rows may take longer than with four, since libraries
+use different algorithms. The fit is found by least squares with non-negative coefficients: levels at those first knots,
+slopes between the other knots, and times per unit.
 Errors are relative, so that short steps count as much as long ones; disturbed measurements get less weight (Huber's
 weights).
 """
@@ -72,7 +72,7 @@ def fit_steps(measured: Sequence[Measured]) -> StepFit:
         shares, solution = solution[: len(part)], solution[len(part) :]
         functions = _functions(name, knots[name], np.array(knots[name]))
         values = np.sum([share * one for share, one in zip(shares, functions, strict=True)], axis=0)
-        # 0, except for the curve that may decrease: the lowest value of that curve is part of every step's fixed time.
+        # Curves begin at 0, except the one that may decrease: its lowest value becomes part of every step's base time.
         lowest = float(np.min(values))
         base += lowest
         curves[name] = Curve(tuple(knots[name]), tuple((values - lowest).tolist()))

@@ -66,7 +66,7 @@ class OverlappedRooflineModel:
     """Roofline with a chosen overlap; implements `LatencyModel`, `PredictsDecodeRuns` and `DescribesModel`.
 
     Kernel and link latencies, step overhead and transfers between stages never overlap with other work. Neither do
-    copies of swapped bytes: a step reads what one copy writes, or writes to blocks that another copy frees.
+    copies of swapped blocks: the step reads blocks that were swapped in, or overwrites blocks that were swapped out.
 
     Raises:
         ConfigError: the model cannot be divided as configured, or the device does not support its dtype.

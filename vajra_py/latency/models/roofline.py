@@ -22,10 +22,11 @@ from vajra_py.latency.hardware.devices import DeviceSpec
 from vajra_py.latency.hardware.model_spec import DTYPE_BYTES, ModelSpec
 
 _FEW_STEPS = 24
-"""Number of values up to which plain numbers are faster than arrays."""
+"""Number of steps up to which Python numbers are faster than numpy arrays."""
 
 KERNELS_PER_LAYER = 10
-"""Kernels per layer: two norms, four products, rotary embedding, cache write, attention, activation."""
+"""Kernels per layer: two norms, four matrix products (QKV and gate-up are fused), rotary embedding, cache write,
+attention, activation."""
 KERNELS_PER_EXPERT_LAYER = 16
 """Kernels per layer with experts: those of a dense layer, and scores, selection, sorting, two permutations, weighted
 sum."""
@@ -114,7 +115,7 @@ class RooflineModel:
         self._products: dict[int, float] = {}
         """Cache of `_products_s` by number of tokens; numbers repeat, since many steps use the whole token budget."""
         self._rows: dict[int, float] = {}
-        """Cache of the time of head plus overhead, by number of rows of logits."""
+        """Cache of the time of head and step overhead together, by number of rows of logits."""
         self._decode_parts: dict[int, tuple[float, float]] = {}
         """Cache for steps of decodes only, by number of decodes: (time of the layers except attention, time outside the
         layers).
@@ -244,7 +245,7 @@ class RooflineModel:
     def _products_s(self, num_tokens: int) -> float:
         """Return the seconds of all work whose time depends only on the number of tokens.
 
-        This work is products with weights, element-wise kernels and latencies.
+        This work is matrix products with weights, element-wise kernels and latencies.
         """
         (
             dense_weights_s, dense_token_s, dense_flops_s, expert_weights_s, expert_missed, expert_flops_s, expert_token_s,
@@ -372,8 +373,7 @@ def decode_key_s(deployment: Deployment) -> tuple[float, float]:
 
 
 def elementwise_token_s(deployment: Deployment) -> float:
-    """Return the seconds per token of element-wise kernels; the time of such a kernel is the time of its memory
-    traffic.
+    """Return the seconds per token of element-wise kernels, which are bound by memory traffic.
 
     The kernels are norms with residuals, rotary embedding, activation and cache write.
     """
@@ -402,8 +402,8 @@ def all_reduce_s(deployment: Deployment) -> tuple[float, float]:
 
 
 def _kv_merge(deployment: Deployment) -> tuple[float, float]:
-    """Return (seconds per step that merges, seconds per merged token) of merging partial attention over KV-parallel
-    groups.
+    """Return the time of merging partial attention over KV-parallel groups: (seconds per step with merged tokens,
+    seconds per merged token).
 
     In every layer, the groups exchange a float32 output vector and a log-sum-exp per query head of a rank, at the cost
     of an all-reduce.

@@ -40,8 +40,10 @@ class DenseTimes:
 
 
 def interpolated(sizes: npt.NDArray[np.float64], times: npt.NDArray[np.float64], size: float) -> float:
-    """Return the time at `size`: linear between samples; above them, on the line through the sample at about half the
-    largest size and the largest sample, or in proportion to the size if there is no such sample.
+    """Return the time at `size`, linear between samples.
+
+    Above the largest sample, the time lies on the line through this sample and the one at about half its size; without
+    such a sample, the time grows in proportion to the size.
     """
     if size <= sizes[-1]:
         return float(np.interp(size, sizes, times))

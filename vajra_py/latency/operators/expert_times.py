@@ -67,8 +67,9 @@ class ExpertTimes:
     def layer_us(self, tokens: float) -> float:
         """Return the microseconds of one layer's experts on the fullest rank; `tokens` counts all ranks.
 
-        A GPU that holds a slice of every expert reads and multiplies as much as a GPU that holds the same fraction of
-        the experts, each of them whole, if each expert has as many tokens in both cases.
+        If every expert is divided over `cut` GPUs, the time is looked up for 1 / `cut` of the tokens and of the
+        activated experts. That is the same work in whole experts: each expert has as many tokens, and as many weights
+        are read and multiplied.
         """
         routing = self._routing
         share = tokens / routing.ranks * (routing.imbalance if routing.ranks > 1 else 1.0)

@@ -186,7 +186,7 @@ def key_block(head_dim: int) -> int:
 
 def fitted_peak_share(samples: Array, kernel: DecodeKernel) -> float:
     """Return the peak share that best fits a bundle's measurements of decodes with few long contexts; without such
-    measurements, that of `kernel`.
+    measurements, the peak share of `kernel`.
 
     The search ranges from the equal share of a block when all slots are in use (with less, the GPU could not reach its
     bandwidth) to `MOST_SHARE`. In the measured batches the long contexts come first.
@@ -206,10 +206,10 @@ def fitted_peak_share(samples: Array, kernel: DecodeKernel) -> float:
 
 
 def _few_long(samples: Array, kernel: DecodeKernel) -> list[SkewSample]:
-    """Return one batch for each of the smallest numbers of decodes whose contexts are not split.
+    """Return one measured batch for each of the `MOST_FITTED` smallest numbers of decodes without splits.
 
-    For each of these numbers, it is a measured batch with the fewest long contexts. Its ratio is the median over all
-    batches with the same numbers of decodes and of long contexts.
+    Of the batches with this number of decodes, it is one with the fewest long contexts. Its `ratio` is replaced by the
+    median over all batches with equally many decodes and long contexts.
     """
     chosen = []
     alone = samples[(samples[:, 1] == 0) & (samples[:, 4] < samples[:, 0])]

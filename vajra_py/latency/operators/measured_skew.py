@@ -2,8 +2,8 @@
 
 The ratio of the times with unequal and with equal contexts is not a constant of the GPU. A chunk beside the decodes
 lowers the ratio, since the chunk's own attention is not affected; a larger chunk or a longer context of the chunk
-lowers it more. A longer mean context of the decodes raises it. So measured ratios are interpolated over all of these
-and the number of decodes.
+lowers it more. A longer mean context of the decodes raises the ratio. Measured ratios are therefore interpolated over
+chunk size, context of the chunk, mean context of the decodes and number of decodes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def skew_factors(samples: Array, variation: float, axes: Sequence[Array], *, mix
 
     Returns None if the variation is 0 or no batches with about this variation were measured.
 
-    `axes` are those of `DECODES_ALONE` or, beside chunks (`mixed`), of `BESIDE_CHUNKS`. A factor is the median of the
-    measured ratios in a cell; cells are powers of two apart, as in profiles. Between cells, factors are linear in the
-    logarithms of sizes; beyond them, constant. Factors below 1 are noise, since unequal contexts cannot be read faster
-    than equal ones with the same sum. One decode has the factor 1.
+    `axes` are those of `DECODES_ALONE` or, for attention of chunks and decodes together (`mixed`), of `BESIDE_CHUNKS`.
+    A factor is the median of the measured ratios in a cell; cells are powers of two apart, as in profiles. Between
+    cells, factors are linear in the logarithms of sizes; beyond the cells, factors are constant. Factors are at least
+    1, since unequal contexts cannot be read faster than equal ones with the same sum. One decode has the factor 1.
     """
     near = (samples[:, _PLACES["prefill_chunk"]] > 0) == mixed
     decodes = samples[:, _PLACES["num_decodes"]]

@@ -1,9 +1,10 @@
 """Build a bundle of operator times for one model from an engine's operator tables.
 
-Every operator of a step is looked up by its sizes on one GPU. Times that the tables lack follow from rules: norms,
-activations, rotary embedding and embedding take the time of their memory traffic; attention of a chunk with cached
-context takes the difference between the times of two causal prefills, but no less than the chunk alone, and no less
-than one decode with that context. `Operators.filled` names the dense operators with such times.
+Every operator of a step is looked up by its sizes on one GPU. Times that the tables lack follow from rules. Norms,
+activations, rotary embedding and embedding take the time of their memory traffic. Attention of a chunk with cached
+context takes the time of a causal prefill of both, minus that of a causal prefill of the context. It takes no less than
+the chunk alone, and no less than one decode with that context. `Operators.filled` names the dense operators whose times
+follow from rules.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Precision:
     moe: str | None = None
     """Precision of the experts; None: that of the matrix products."""
     conversion: str = "dynamic"
-    """Conversion of the inputs of 8-bit products: `dynamic`, `static` or `fused`."""
+    """Conversion of the inputs of 8-bit matrix products: `dynamic`, `static` or `fused`."""
     fused_norms: bool = False
     """True if norms are part of the all-reduces before them."""
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from vajra_py.latency.operators.operator_model import OperatorTablesModel
 
 DEVICES = {"a100_sxm": "a100-80gb-sxm", "rtx_pro_6000_server": "rtx-pro-6000"}
-"""Names of shipped devices by system; for any other system, the name is the system's, with dashes for underscores."""
+"""Names of shipped devices by system. Any other device is named like its system, with dashes for underscores."""
 
 
 class AiconfiguratorConfig(MeasuredOperatorsConfig):
-    """`type: aiconfigurator`: operator times by size, measured inside an engine, from the tables of `aiconfigurator-core`."""
+    """`type: aiconfigurator`: operator times by size from `aiconfigurator-core`, measured inside an engine."""
 
     type: Literal["aiconfigurator"] = "aiconfigurator"
     path: str | None = Field(

@@ -19,8 +19,8 @@ from vajra_py.latency.operators.profile_bundle import BundleOptions, ProfileBund
 class OperatorTablesModel(ProfileBundleModel):
     """A `ProfileBundleModel` whose operator times come from tables by size.
 
-    It supports everything that a bundle's model does (calibrations, KV sizes, breakdowns), with the same results. In
-    addition it tracks how much of the time of executed steps was not measured.
+    It supports everything that its base class does (calibrations, KV sizes, breakdowns). In addition it tracks how much
+    of the time of executed steps follows from rules, because the tables have no measurement.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class OperatorTablesModel(ProfileBundleModel):
         return filled
 
     def _attention_s(self, features: BatchFeatures, seconds: float) -> float:
-        """Return the part of attention in `seconds`, the time of a step with prompts; 0 if it is beyond the tables."""
+        """Return the attention's part of the `seconds` of a step with prompts; 0 if the step is beyond the tables."""
         if self._is_sum_of_parts(features):
             parts = self._parts(features) if self.covers(features) else {}
             return parts.get("prefill_attention", 0.0) + parts.get("decode_attention", 0.0)

@@ -1,4 +1,4 @@
-"""Settings common to latency models of measured operators: parallelism, host overhead, CUDA graphs, reach and fallback."""
+"""Settings of all latency models of measured operators: parallelism, host overhead, CUDA graphs, reach, fallback."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ Array = npt.NDArray[np.float64]
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 PACKAGE = "aiconfigurator_core"
 CONVERSIONS = {"static": ("computescale_perf",), "fused": ("computescale_perf", "scale_matrix_perf")}
-"""For each kind of conversion, the tables whose times are subtracted from the times of 8-bit products."""
+"""By kind of input conversion, the tables whose times are subtracted from those of 8-bit matrix products."""
 LEAST_LEFT = 0.3
-"""Minimum fraction of a measured product's time that is left after subtracting conversions."""
+"""Minimum fraction of a matrix product's measured time that is left after subtracting conversions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +199,9 @@ class GemmTimes:
     """Microseconds of matrix products of one precision, by rows (tokens) and by the matrix's output and input size.
 
     If several kernels were measured, the fastest one counts. Between measured matrix sizes, the time is linear in both
-    sizes; beyond them it grows in proportion to the size of the matrix. 8-bit products were measured together with the
-    conversion of their input, and the parts of this conversion have tables of their own: with `static` scales, the time
-    of the search for the scale is subtracted, and with `fused` conversion the time of the whole conversion.
+    sizes; beyond them it grows in proportion to the size of the matrix. Matrix products in 8 bits were measured
+    together with the conversion of their input. Times of the conversion's parts, which have tables of their own, are
+    subtracted: with `static` conversion that of the search for the scale, with `fused` those of all parts.
     """
 
     def __init__(self, tables: OperatorTables, precision: str, conversion: str = "dynamic") -> None:

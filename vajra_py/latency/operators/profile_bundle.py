@@ -34,7 +34,7 @@ from vajra_py.latency.operators.flash_decoding import DecodeKernel, UnequalConte
 from vajra_py.latency.operators.measured_skew import skew_factors
 
 FEW_STEPS = 48
-"""Number of values up to which plain numbers are faster than arrays."""
+"""Number of steps up to which Python numbers are faster than numpy arrays."""
 
 SCALES = ("dense", "decode_attention", "mixed_attention", "experts", "head", "all_reduce")
 """Parts of a step that a calibration may scale; `mixed_attention` is the attention of steps with prompts."""
@@ -82,7 +82,7 @@ class _DecodeBatch:
     least_s: float
     """Lower bound of the step's time: the host's time if it overlaps with the GPU's time, else 0."""
     per_us_s: float
-    """Seconds of the step per microsecond of one layer's attention."""
+    """Factor from microseconds of one layer's attention to seconds of all layers' attention."""
     row: DecodeRow
     longest_context: float
 
@@ -137,7 +137,7 @@ class ProfileBundleModel:
         self._longest_chunk = self._attention.largest["prefill_chunk"]
         self._unequal = self._unequal_contexts()
         self._mixed_us_s = 1e-6 * model.num_layers * self._scale["mixed_attention"]
-        """Seconds of a step with prompts per microsecond of one layer's attention."""
+        """Factor from microseconds of one layer's attention to seconds of all layers', for steps with prompts."""
         self._experts = None if bundle.experts is None else ExpertTimes(bundle.experts, model, options.routing)
         limit = options.capture_limit if options.cuda_graphs else 0
         self._captured = capture_sizes(limit)
@@ -322,8 +322,9 @@ class ProfileBundleModel:
         return max(self._mixed_us_s * microseconds + of_tokens + of_sequences, least)
 
     def _is_sum_of_parts(self, features: BatchFeatures) -> bool:
-        """Return True if the time of a step with prompts must be summed over `_parts`, because it is not the sum of its
-        attention and the terms cached by tokens and by sequences.
+        """Return True if the time of a step with prompts must be summed over `_parts`.
+
+        Otherwise, the time is the sum of attention and the cached terms `_of_tokens_s` and `_of_sequences_s`.
         """
         _, _, _, tokens, _, _, _, merged, swap_bytes, drafts = features
         return bool(merged or swap_bytes or drafts) or self._ranks > 1 or tokens > self._longest_chunk

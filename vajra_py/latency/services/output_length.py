@@ -1,7 +1,7 @@
 """Output-length predictors: estimates of a request's output tokens for policies.
 
-Estimates are of the whole output. If a request has generated more than its estimate, the estimate is raised to that
-number; it never exceeds the request's maximum. Only the oracles read true lengths.
+An estimate is the length of the whole output. It is never below the number of tokens that the request has generated,
+and never above the request's maximum. Only the oracles read true lengths.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NoLengths(Struct, frozen=True):
 
 
 class UnansweredLengths:
-    """Predictor without estimates that records which policies request them."""
+    """Predictor without estimates that records which policies request an estimate."""
 
     def __init__(self, policy: str, asked: set[str]) -> None:
         self._policy = policy
@@ -64,7 +64,7 @@ class ConstantLengths(Struct, frozen=True):
 class QuantileLengths:
     """Predictor from one distribution of lengths, conditioned on the tokens that a request has generated.
 
-    `quantiles` maps fractions from 0 to 1 to tokens; between them the distribution is linear.
+    `quantiles` maps fractions of requests (0 to 1) to numbers of tokens, with linear interpolation in between.
     """
 
     def __init__(self, quantiles: Mapping[float, float]) -> None:
@@ -103,8 +103,8 @@ class QuantileLengths:
         return _interpolate(self._fractions, self._tokens, fraction)
 
     def _mean_above(self, fraction: float) -> float:
-        """Return the mean length of the requests above a fraction: the area under the quantile curve from there to 1,
-        divided by its width.
+        """Return the mean length of the requests above the quantile at `fraction`: the area under the quantile curve
+        between `fraction` and 1, divided by the width `1 - fraction`.
         """
         points = [(fraction, self._value(fraction))]
         points += [(f, t) for f, t in zip(self._fractions, self._tokens, strict=True) if f > fraction]

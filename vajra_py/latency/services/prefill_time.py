@@ -1,7 +1,7 @@
 """Prefill time of a prompt alone on a replica, in the chunks that the replica scheduler would choose.
 
-Source: Vajra's scheduling architecture and Medha (arXiv:2409.17264): times are tabulated per 256 tokens, and the
-remaining time of a prompt is the difference of two entries. Entries are computed on first use, once each.
+Source: Vajra's scheduling architecture and Medha (arXiv:2409.17264): a table has the prefill time of each multiple of
+256 tokens, and the remaining time of a prompt is the difference of two entries. An entry is computed on first use.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ _ENDLESS = 1 << 40
 class PrefillTimeTable:
     """Predicted prefill times of lone prompts; implements `PrefillTime`.
 
-    A prompt's time is the sum of the predicted times of its chunks, each predicted by `latency` once. Chunk sizes are
-    those that `solo_chunk_size` returns along one endless prompt, so only the last chunk depends on the prompt's
-    length: it is cut off at the end of the prompt, or extended to this end if the scheduler allows a larger last chunk.
-    With `num_stages` above 1, chunks follow one another through the pipeline without waiting, and the time is divided
-    by the number of stages.
+    A prompt's time is the sum of the times that `latency` predicts for its chunks. All prompts have the chunks that
+    `solo_chunk_size` returns for an endless prompt, except for the last chunk: it is cut off at the end of the prompt,
+    or extended to the end if the scheduler allows a larger last chunk. With `num_stages` above 1, chunks follow one
+    another through the pipeline without waiting, so the time is divided by the number of stages.
     """
 
     def __init__(self, latency: LatencyModel, solo_chunk_size: SoloChunkSize, num_stages: int = 1) -> None:
@@ -29,7 +28,7 @@ class PrefillTimeTable:
         self._solo_chunk_size = solo_chunk_size
         self._stages = num_stages
         self._table = [0.0]
-        # The current chunk is the one in which the table's last entry ends.
+        # The current chunk contains the last token of the table's last entry.
         self._done = 0  # number of tokens before the current chunk
         self._done_s = 0.0  # time at which the current chunk begins, after the prompt's start
         self._previous = (0, 0.0)  # the same two values for the chunk before the current one
@@ -70,7 +69,7 @@ class PrefillTimeTable:
             table.append(time / self._stages)
 
     def _advance(self, num_tokens: int) -> None:
-        """Advance the start of the last chunk until that chunk reaches `num_tokens`."""
+        """Advance the current chunk until it contains token number `num_tokens` of the prompt."""
         while True:
             if not self._chunk:
                 self._chunk = self._solo_chunk_size(self._done, _ENDLESS)

@@ -42,7 +42,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
     """
     loads: tuple[str, ...]
     """For each setting, the values of the workload parameters in which the settings differ, as text; empty texts if
-    they differ in none.
+    the settings differ in no workload parameter.
     """
     samples: Mapping[str, Mapping[str, tuple[Samples, ...]]] = field(default_factory=dict)
     """Each setting's values by seed, by scope and metric key as in `values`; empty if no setting has several
@@ -65,7 +65,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
     tuple if every run of every setting is a replication.
     """
     workloads: str = ""
-    """Sentence, without its full stop, on how the workloads differ; empty if they differ at most in their rate."""
+    """Sentence without its full stop on how the workloads differ; empty if they differ in nothing but their rate."""
     reasons: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """For each reason for a move, deferral or refusal, its count in each setting (mean over the setting's
     replications).
@@ -173,7 +173,7 @@ class ComparedSettings(Struct, frozen=True, dict=True):
 
     @cached_property
     def _adjusted(self) -> dict[str, dict[tuple[str, int, int], float]]:
-        """Adjusted p-values by scope, computed once."""
+        """Adjusted p-values by scope and by (metric, lower position, higher position), computed once."""
         return {}
 
     def versus(self, position: int, baseline: int, key: str, scope: str = OVERALL) -> Versus:
@@ -202,8 +202,8 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         return [pair for start in starts for pair in combinations(self.of_load(start), 2)]
 
     def family_words(self, scope: str = OVERALL) -> str:
-        """Return a sentence without its full stop on the comparisons that are adjusted together; empty if nothing is
-        tested.
+        """Return a sentence without its full stop on the comparisons whose p-values are adjusted together; empty if
+        nothing is tested.
         """
         self.versus(0, 0, METRICS[0].key, scope)
         tested = self._adjusted[scope]
@@ -242,8 +242,8 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         )
 
     def shown(self, scope: str = OVERALL, level: int = 1) -> list[Metric]:
-        """Return the metrics up to this level that are worth a row: those for which some setting has a value, except
-        counts listed in `_QUIET_ZEROS` that are 0 for every setting.
+        """Return the metrics to show, up to this `Metric.level`: those for which any setting has a value, except counts
+        listed in `_QUIET_ZEROS` that are 0 for every setting.
         """
         rows = self.values[scope]
         return [

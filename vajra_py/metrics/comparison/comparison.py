@@ -60,8 +60,8 @@ class Comparison(ComparedSettings, frozen=True):
         return value_csv(self, scope)
 
     def to_json(self, scope: str | None = None) -> str:
-        """Return JSON text with the settings, their values, all differences, and a sentence on the comparisons that are
-        adjusted together.
+        """Return JSON text with the settings, their values, all differences, and a sentence on the comparisons whose
+        p-values are adjusted together.
         """
         return json_text(self, scope)
 

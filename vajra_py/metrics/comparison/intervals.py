@@ -101,9 +101,9 @@ def mser5(values: Floats) -> int:
     """Return the number of values to leave out at the start, as warm-up.
 
     MSER-5 (K. P. White, "An effective truncation heuristic for bias reduction in simulation output", Simulation 69,
-    1997): the series is divided into batches of five values, and leading batches are left out; their number is the one
-    for which the standard error of the remaining batch means is smallest. A cut in the second half means that no steady
-    state was found; the result is then 0. It is also 0 for fewer than 50 values.
+    1997): the series is divided into batches of five values. The number of leading batches left out is the one for
+    which the standard error of the remaining batch means is smallest. If it reaches into the second half of the series,
+    no steady state was found, and the result is 0. The result is also 0 for fewer than 50 values.
     """
     count = len(values) // 5
     if count < 10:

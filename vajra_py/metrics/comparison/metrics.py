@@ -27,8 +27,8 @@ class Metric(Struct, frozen=True):
     lower_is_better: bool | None = None
     """True if lower values are better, False if higher values are better, None if neither."""
     level: int = 1
-    """0: shown for any number of settings; 1: shown for few settings (columns); 2: only in data frames, CSV and full
-    tables.
+    """0: always shown; 1: shown if there are so few settings that they are columns; 2: shown only in data frames, CSV
+    and full tables.
     """
 
     @property

@@ -31,7 +31,7 @@ class Difference(Struct, frozen=True):
     """
     p_value: float | None
     """Two-sided p-value of the hypothesis of no difference, not adjusted for the number of comparisons. None if the
-    difference is nonzero and equal in every pair, as a t test needs a variance.
+    difference is nonzero and equal in every pair, since a t test needs a variance above 0.
     """
     is_paired: bool
     """True if replications were paired by common seeds. With fewer than two common seeds, settings are compared as

@@ -62,7 +62,7 @@ class WorkloadComparison:
 
     @property
     def main_load(self) -> str:
-        """Highest load with which the baseline kept up; the lowest load if there is none."""
+        """Highest load with which the baseline kept up; the lowest load if the baseline kept up with none."""
         steady = [
             load
             for load in self.loads
@@ -71,7 +71,7 @@ class WorkloadComparison:
         return steady[-1] if steady else self.loads[0]
 
     def value(self, policy: str, load: str, key: str) -> float | None:
-        """Return a policy's raw value of a metric under a load, as a mean over seeds; None if there is none."""
+        """Return a policy's raw value of a metric under a load, as a mean over seeds; None if there is no value."""
         position = self.position(policy, load)
         return None if position is None else self.comparison.values[OVERALL][key][position]
 
@@ -172,7 +172,7 @@ def differences_csv(workloads: Sequence[WorkloadComparison]) -> str:
 
 
 def _placed(workload: WorkloadComparison, rows: Iterator[dict[str, Any]], key: str) -> Iterator[dict[str, Any]]:
-    """Yield rows of a comparison with columns for workload, load and policy in place of the setting's name."""
+    """Yield the rows with columns for workload, load and policy in place of the setting's name (column `key`)."""
     names = {workload.comparison.names[i]: entry for entry, i in workload.positions.items()}
     for row in rows:
         policy, load = names[row[key]]

@@ -36,7 +36,7 @@ class Versus(Struct, frozen=True):
     p_adjusted: float | None
     """P-value adjusted for the family; None for secondary metrics or if not tested."""
     untested: str
-    """Reason why no test was made; empty if one was made."""
+    """Reason why no test was made; empty if a test was made."""
 
     @property
     def p_value(self) -> float | None:

@@ -52,10 +52,10 @@ def _cost_origin(device: Mapping[str, Any]) -> str:
 
 
 def judged_differences(runs: Sequence[RunData], comparison: ComparedSettings) -> list[str]:
-    """Return sentences on whether settings differ by more than the known error of their step times, without full stops.
+    """Return sentences without full stops on whether settings differ by more than the known error of their step times.
 
-    They cover mean TTFT, TPOT and E2E of settings under the same load. Empty if the errors are unknown or there is
-    nothing to compare.
+    The sentences cover mean TTFT, TPOT and E2E of settings under the same load. The list is empty if the errors are
+    unknown or there is nothing to compare.
     """
     errors: dict[str, float] = {}
     for run in runs:

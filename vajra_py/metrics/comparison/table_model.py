@@ -92,8 +92,8 @@ def table_of_texts(heads: Sequence[str], rows: Sequence[Sequence[object]], title
 
 
 def least_cells(table: Table, column: int, *, wraps: bool) -> list[Cell]:
-    """Return the cells whose widths determine a column's minimum width: a cell for each word of its heading, and its
-    cells, which are divided into their words if the column is a text column and `wraps` is set.
+    """Return cells whose largest width is a column's minimum width: a cell for each word of the heading, and the cells
+    of the column. If `wraps` is set, the cells of a text column are replaced by a cell for each of their words.
     """
     cells = [row.cells[column] for row in table.rows]
     if wraps and column in table.text_columns:
@@ -108,7 +108,7 @@ def fold(
     notes.
 
     `cell_width` returns a cell's width in the unit of `width` and `padding`; `padding` is added per column. Headings
-    may be broken between words, and with `wraps` text columns as well. A single column that is too wide is not split.
+    may be broken between words, and with `wraps` also cells of text columns. A column that is too wide is not split.
     """
 
     def width_of(i: int) -> float:

@@ -42,8 +42,8 @@ def stacked(cell: Cell) -> int:
 class TerminalTable(Struct, frozen=True):
     """Table that is laid out when it is printed, for the terminal's width.
 
-    If the table is too wide with intervals beside the values, the intervals are placed below the values; if it is still
-    too wide then, it is split into pieces with the same rows.
+    If the table is too wide with intervals beside the values, the intervals are placed below the values. If this table
+    is too wide as well, it is split into pieces with the same rows.
     """
 
     table: Table

@@ -119,8 +119,8 @@ def _completed(run: RunData) -> int:
 
 
 def _relative_width(comparison: ComparedSettings, position: int) -> float:
-    """Return the half width of the confidence interval divided by the value, for mean TTFT or P99 TTFT, whichever has
-    the larger quotient; 0 if there are no intervals.
+    """Return the half width of a confidence interval divided by the value, for mean TTFT or for P99 TTFT, whichever
+    quotient is larger; 0 if there are no intervals.
     """
     shares = [0.0]
     for key in _NAMED:

@@ -39,8 +39,8 @@ class CapacityCurve:
     interval: Interval | None = None
     """Confidence interval of the capacity."""
     lines: Mapping[str, Sequence[tuple[float, float]]] | None = None
-    """Fitted curve by condition, as points (rate, value): it describes a typical seed and crosses the limit at the
-    condition's own capacity. None to draw a line through the means.
+    """Fitted curve of each condition's metric for a typical seed, as points (rate, value). It crosses the condition's
+    limit at the capacity in `ends`. None to draw a line through the means instead.
     """
     ends: Mapping[str, tuple[float, Interval | None]] = field(default_factory=dict)
     """For each condition, (capacity, interval of the capacity) that the setting would have if the SLO had only this
@@ -53,10 +53,11 @@ def capacity_figure(curves: Sequence[CapacityCurve], limits: Sequence[Limit], x_
     """Draw a panel for each condition of the SLO, with a line for each setting; a vertical line with a band shows the
     setting's capacity with its interval, and a dashed line shows the limit.
 
-    With rates on the x axis, every run is a point, and a ring on the limit shows the condition's own capacity with its
-    interval; the vertical line passes through the ring of the deciding condition. With costs on the x axis (such as
-    numbers of replicas), points are means over seeds with 95 % intervals, and a ring on their line shows the capacity.
-    The x axis is linear, latency axes are logarithmic.
+    With rates on the x axis, every run is a point. A ring on the dashed line shows, with its interval, the capacity
+    that the setting would have if the SLO had only this condition; the vertical line passes through the ring of the
+    condition that decides the capacity. With costs on the x axis (such as numbers of replicas), points are means over
+    seeds with 95 % intervals, and a ring on the setting's line shows its capacity. The x axis is linear, latency axes
+    are logarithmic.
     """
     figure, axes = new_figure(1, len(limits), 3.0)
     looks = [Look(k % 8, k // 8) for k in range(len(curves))]
@@ -122,8 +123,8 @@ def _draw_knee(axes: Any, curve: CapacityCurve, look: Look) -> None:
 
 
 def _range(curves: Sequence[CapacityCurve]) -> tuple[float, float]:
-    """Return the x range: from zero to 1.5 times the highest capacity, since higher rates are irrelevant; without
-    capacities, to the highest rate.
+    """Return the range of the x axis: from zero to 1.5 times the highest capacity, since higher rates are irrelevant.
+    Without capacities, the range ends at the highest rate.
     """
     knees = [one.knee for one in curves if one.knee is not None]
     rates = [x for one in curves for x, _ in one.points]

@@ -76,8 +76,8 @@ def waiting_over_time(run: RunData, edges: Floats) -> Floats:
 
 
 def kv_use_over_time(run: RunData, edges: Floats, pool: PoolReplicas | None = None) -> Floats:
-    """Return the fraction of KV blocks in use in each bin, as a mean over time and over the replicas that ran steps, or
-    over all replicas of `pool`; a replica without running requests uses none.
+    """Return the fraction of KV blocks in use in each bin, as a mean over time and over replicas: over all replicas of
+    `pool`, or, without `pool`, over the replicas that ran steps. A replica without running requests counts as 0.
     """
     table = run.steps(
         "replicaset", "replica_id", "formed_at", "duration_s", "used_fraction", "num_running", "num_finished"
@@ -183,7 +183,7 @@ def service_gaps(run: RunData, weights: ServiceWeights) -> ServiceGaps | None:
 
 
 def _area(moments: Floats, edges: Floats) -> Floats:
-    """For each bin, return the integral over time of the number of `moments` that have passed."""
+    """Return, for each bin, the integral over time of the number of `moments` that have passed."""
     ordered = np.sort(moments)
     passed = np.searchsorted(ordered, edges, side="right")
     sums = np.concatenate(([0.0], np.cumsum(ordered)))
@@ -213,8 +213,8 @@ def _sum_until(moments: Floats, amounts: NDArray[Any], edges: Floats) -> Floats:
 
 
 def _ramps(begins: Floats, ends: Floats, amounts: NDArray[Any], edges: Floats) -> Floats:
-    """Return, for each edge, the total that has accrued until then. Each amount accrues evenly from its begin to its
-    end, or at once if both are equal.
+    """Return the total that has accrued up to each edge. Each amount accrues evenly between its entries of `begins` and
+    `ends`, or at once if they are equal.
     """
     span = ends - begins
     instant = span <= 0

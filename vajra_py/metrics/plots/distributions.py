@@ -86,8 +86,8 @@ def _draw_cdfs(axes: Any, named: tuple[Sequence[str], Sequence[Cdf]], arrangemen
 
 
 def _share_log_range(column_axes: Any, curves: Sequence[Cdf]) -> None:
-    """Set one logarithmic range for all curves. It begins at most five decades below the largest value, so that a few
-    instant answers do not stretch it.
+    """Set one logarithmic range for all curves. The range begins at most five decades below the largest value, so that
+    it is not stretched by a few instant answers.
     """
     known = [curve.values for curve in curves if curve.values.size and curve.values[-1] > 0]
     for axes in column_axes:

@@ -2,8 +2,8 @@
 
 Up to eight runs share a panel, each with its own colour. If more runs form a grid, as in a sweep, the axes of the grid
 determine colours, dashes and panels; a load axis always determines panels, so that the runs of a panel have the same
-load. If they do not form a grid, the seven runs with the lowest P99 TTFT are coloured, and the others are grey in the
-background.
+load. If more than eight runs do not form a grid, the seven runs with the lowest P99 TTFT are coloured, and the others
+are grey in the background.
 """
 
 from __future__ import annotations
@@ -126,10 +126,12 @@ def _called(axis: Axis, level: str) -> str:
 
 
 def _roles(varied: Sequence[Axis]) -> tuple[Axis | None, Axis, list[Axis]] | None:
-    """Return the axes drawn as (dashes, colours, panels). A single system axis becomes the colours. Several system axes
-    are assigned in ascending order of their number of levels: to panels and colours if there are two of them and no
-    load axis, else to dashes, colours and panels. Load axes become panels. None if no axis varies the system, or if the
-    axis of dashes or colours has too many levels.
+    """Return the axes that select (dashes, colours, panels).
+
+    A system axis varies the system, a load axis the workload. Load axes select panels. A single system axis selects
+    colours. Two system axes without a load axis select panels and colours, the one with more levels colours. In all
+    other cases, the system axes in ascending order of their number of levels select dashes, colours and panels. None if
+    there is no system axis, or if the axis for dashes or colours has too many levels.
     """
     loads = [axis for axis in varied if is_workload(axis) and axis.path != SEED_PATH]
     systems = sorted((axis for axis in varied if not is_workload(axis)), key=lambda axis: len(axis.levels))

@@ -173,8 +173,8 @@ def service_by_tenant(runs: Sequence[RunData], weights: ServiceWeights | None = 
 @styled
 def service_difference(runs: Sequence[RunData], weights: ServiceWeights | None = None) -> Figure:
     """Draw the largest difference of service between two tenants over time, with a line per run, and a panel per load
-    if there are many runs. The value at a time is the maximum over all windows that end there and in which both tenants
-    were backlogged throughout.
+    if there are many runs. The value at a time is the maximum over all windows that end at that time and throughout
+    which both tenants were backlogged.
     """
     arrangement = arrange_runs(runs)
     names = [run.name for run in distinct(runs)]

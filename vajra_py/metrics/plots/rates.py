@@ -244,7 +244,7 @@ def _points(series: Series, read: _Reader, scale: float, make: _MakeInterval = p
 
 
 def _one_panel(arrangement: Arrangement) -> Arrangement:
-    """Return the arrangement with all series in one panel, since lines with few points can share one."""
+    """Return the arrangement with all series in one panel, since lines with few points can share a panel."""
     return Arrangement(("",), (0,) * len(arrangement.panel_of), arrangement.looks, arrangement.legend)
 
 

@@ -44,7 +44,7 @@ _NARROW_IN = 8.0
 _NARROW_TYPE = 0.8
 _NARROW_HEIGHT = 0.62
 _PANEL_IN = 2.2
-"""Minimum width of a panel in inches, if the rows of panels fit on a page."""
+"""Minimum width of a panel in inches, if rows of panels of this width fit on a page."""
 _SMALL_PANEL_IN = 1.2
 """Minimum width of a panel in inches, if rows of wider panels would not fit on a page."""
 MAX_HEIGHT_IN = 9.0
@@ -166,8 +166,8 @@ def _use_settings(width_in: float) -> None:
 
 
 def new_figure(num_rows: int, num_columns: int, row_height_in: float, **shared: Any) -> tuple[Figure, NDArray[Any]]:
-    """Return a figure of the width in matplotlib's current settings with a grid of axes (always a 2-D array);
-    `row_height_in` is in inches.
+    """Return a figure and its grid of axes (always a 2-D array). The width is that of matplotlib's current settings;
+    `row_height_in` is the height of a row of panels in inches.
 
     Panels that do not fit side by side are wrapped to further rows. If the rows of a narrow figure would be taller than
     a page, more panels are placed side by side; if that is not enough, panels are made less tall.
@@ -189,8 +189,8 @@ def new_figure(num_rows: int, num_columns: int, row_height_in: float, **shared: 
         axes = _stacked(figure, (num_rows, num_columns, across), shared)
     size = matplotlib.rcParams["xtick.labelsize"]
     for own in axes.flat:
-        # Ticks are created only when the figure is drawn. The style's `rcParams` are no longer active then, so the axes
-        # store the style.
+        # Ticks are created when the figure is drawn. At that time, the style's `rcParams` are no longer active, so the
+        # style is stored in the axes.
         own.tick_params(color=INK, labelcolor=INK, labelsize=size, width=0.7, grid_color=GRID, grid_linewidth=0.6)
     return figure, axes
 
@@ -271,8 +271,9 @@ def keep_panel(figure: Figure, kept: Axes) -> None:
 
 
 def _stacked(figure: Figure, shape: tuple[int, int, int], shared: Mapping[str, Any]) -> NDArray[Any]:
-    """Return a (rows, columns) grid of axes, laid out in reading order with fewer or more panels side by side than
-    columns; `shape` is (rows, columns, panels side by side). Axes are shared as in the unwrapped grid.
+    """Return a (rows, columns) array of axes whose panels are wrapped: the figure has a different number of panels side
+    by side, filled in reading order. `shape` is (rows, columns, panels side by side). As `shared` selects, axes are
+    shared along the rows and columns of the array.
     """
     import numpy as np
 
@@ -342,8 +343,8 @@ def patch_entries(labelled: Iterable[tuple[str, str]]) -> list[tuple[str, Any]]:
 
 
 def tapered(place: int, count: int) -> float:
-    """Return the width in points of line number `place` of `count`: later lines are thinner, so that equal lines do not
-    hide each other.
+    """Return the width in points of the line with index `place` among `count` lines. Lines drawn later are thinner, so
+    that coinciding lines do not hide each other.
     """
     return 2.4 - 1.2 * place / (count - 1) if count > 1 else 1.7
 

@@ -35,9 +35,9 @@ def workload_figure(workload: Workload) -> Figure:
     """Draw six panels: arrivals over time, gaps between arrivals, index of dispersion of arrivals, lengths, repeated
     prefixes, turns of sessions.
 
-    Arrival times are nominal for requests that follow others, since a turn arrives only after the previous one has
-    ended. The index of dispersion is the variance divided by the mean of the number of arrivals in windows of a given
-    length: it is 1 at every length for Poisson arrivals, and rises at lengths at which arrivals are bursty.
+    Arrival times of later turns of a session are nominal, since in a run a turn arrives only after the previous turn
+    has ended. The index of dispersion is the variance divided by the mean of the number of arrivals in windows of a
+    given length. It is 1 at every length for Poisson arrivals, and rises at lengths at which arrivals are bursty.
     """
     from matplotlib.lines import Line2D
 

@@ -113,8 +113,8 @@ def _whole(specs: Sequence[FigureSpec], runs: Sequence[RunData], width_in: float
 def _single_panels(
     specs: Sequence[FigureSpec], runs: Sequence[RunData], width_in: float, wanted: Sequence[str]
 ) -> list[tuple[str, Figure]]:
-    """Return (file name, figure) of each panel whose name, or the part of its name before `/`, is wanted. Raises
-    `RunError` for an unknown name.
+    """Return (file name, figure) of each panel whose name, or the part of its name before `/`, is in `wanted`. Raises
+    `RunError` for an unknown name in `wanted`.
     """
     found, names = [], dict[str, None]()
     for spec in specs:

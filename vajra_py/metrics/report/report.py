@@ -45,7 +45,7 @@ _MAX_NAMED = 3
 def write_report(
     runs: Sequence[RunData], path: str | Path, title: str | None = None, metrics: Sequence[str] = ()
 ) -> None:
-    """Write the report of these runs atomically: the file exists only once it is complete. Parent folders are created.
+    """Write the report of these runs atomically: the file appears only when it is complete. Parent folders are created.
     Raises `RunError` if `path` is a folder.
     """
     target = Path(path)
@@ -239,7 +239,7 @@ def _named(comparison: Comparison, members: Sequence[int]) -> str:
 
 
 def _judged(comparison: Comparison, i: int) -> str:
-    """Return a setting's name, followed by its stability label if it is not stable."""
+    """Return a setting's name, followed by its stability label if the setting is not stable."""
     label = comparison.stability[i]
     return comparison.names[i] if label == "stable" else f"{comparison.names[i]}, {label}"
 

@@ -39,7 +39,7 @@ def _folded(table: Table) -> Folded:
 
 
 def main_table(comparison: Comparison, scope: str, level: int) -> Folded:
-    """Return the values of a scope: metrics as rows for few settings, settings as rows for many."""
+    """Return the values of a scope: with few settings, rows are metrics; with many settings, rows are settings."""
     return _folded(value_table(comparison, scope, comparison.shown(scope, level)))
 
 

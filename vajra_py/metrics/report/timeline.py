@@ -85,8 +85,8 @@ class TimelineOptions:
 
 
 def write_timeline(run: RunData, path: str | Path, options: TimelineOptions | None = None) -> int:
-    """Write a run's timeline and return the number of its events. The file is gzipped if the name ends in `.gz`, which
-    viewers can open.
+    """Write a run's timeline and return the number of its events. The file is gzipped if its name ends in `.gz`;
+    viewers can open gzipped files.
 
     Equal runs give equal bytes. Events are streamed to the file, so memory grows with the number of requests, not of
     steps.
@@ -157,7 +157,7 @@ class _Line:
 
     @property
     def pid(self) -> int:
-        """Trace process id for the requests of its replica; requests that never reached a replica share one id."""
+        """Trace process id of the request's replica; requests that never reached a replica share one id."""
         key = (self.facts["replicaset"], self.facts["replica_id"])
         return self.processes.get(key, -1) + 1
 
@@ -194,7 +194,7 @@ class _Line:
         yield self._span(f"prefill {num_tokens}", start, end, arguments)
 
     def preempt(self, at: int, mode: str) -> Iterator[Event]:
-        """Record a preemption, and yield the span of the decode steps that it interrupts."""
+        """Record a preemption, and yield the span of the decode steps that the preemption interrupts."""
         yield from self._flush_decode(at)
         self.preempted = (at, mode)
 
@@ -263,8 +263,8 @@ class _Line:
 
 
 def _decided(record: Mapping[str, Any], lines: Mapping[str, _Line], until: int) -> Iterator[Event]:
-    """Yield the spans that one record of the decision log completes; a step that never returned lasts until the run's
-    end.
+    """Yield the spans that one record of the decision log (a step) completes. A step without recorded end lasts until
+    `until`, the end of the run.
     """
     ended_at = record["ended_at"]
     step = (nanoseconds(record["formed_at"]), until if ended_at is None else nanoseconds(ended_at), int(record["step"]))

@@ -18,8 +18,8 @@ from vajra_py.metrics.runs.run_data import REQUESTS_FILE, RunData
 from vajra_py.runtime.records.arrow_arrays import numpy_array
 
 SECTION = "replications"
-"""Section of a summary: `asked` (number of seeds of the setting), `run` (number of seeds with distinct runs), `why` (a
-sentence).
+"""Section of a summary: `asked` (number of seeds of the setting), `run` (number of distinct runs that they give), `why`
+(a sentence).
 """
 COPIED = "All seeds give equal requests and nothing else is random: one run, no interval, nothing tested"
 """Reason why a setting of several seeds counts as one observation; a sentence without its full stop."""
@@ -76,9 +76,10 @@ def originals(runs: Sequence[RunData]) -> list[int]:
 
 
 def num_asked(runs: Sequence[RunData]) -> int:
-    """Return the number of seeds that these runs of one setting represent. The runs must not repeat one another.
+    """Return the number of seeds for which these runs of one setting stand. The runs must not repeat one another.
 
-    The number of seeds in a summary (`SECTION`) is used only if at least as many runs are given as the summary states.
+    It is the largest `asked` in the runs' summaries (`SECTION`), but at least the number of runs. A summary that states
+    more distinct runs (`run`) than are given here is ignored.
     """
     asked = [int(run.summary.value(f"{SECTION}.asked") or 0) for run in runs]
     needed = [int(run.summary.value(f"{SECTION}.run") or 0) for run in runs]

@@ -77,9 +77,9 @@ def differences(runs: Sequence[RunData]) -> dict[str, tuple[str, ...]]:
 
 
 def axes(runs: Sequence[RunData]) -> list[Axis]:
-    """Return the differences whose values are not determined by those of other differences, as axes. Replica counts of
-    pools come first, then policies, parameters, the workload and the seed; within each kind the order is that of the
-    configuration.
+    """Return an axis for each difference whose values are not determined by the values of other axes. Axes of replica
+    counts of pools come first, then those of policies, parameters, the workload and the seed; within each kind the
+    order is that of the configuration.
     """
     differing = {path: values for path, values in differences(runs).items() if path.split(".")[0] not in _IGNORED}
     pools = tuple(_composition(run.config.get("pools")) for run in runs) if len(runs) > 1 else ()
@@ -151,7 +151,7 @@ IDENTITIES = ("type", "profile", "path")
 
 
 def _rank(path: str) -> int:
-    """Return the sort rank of a path. Of two equivalent axes the one of lower rank is kept."""
+    """Return the sort rank of a path. Of two axes that determine each other, the one with the lower rank is kept."""
     if path == SEED_PATH:
         return 7
     if path == POOLS_PATH:

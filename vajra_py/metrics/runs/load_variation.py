@@ -15,7 +15,7 @@ _MUCH = 0.9
 
 def load_note(runs: Sequence[RunData]) -> str:
     """Return sentences on parts of the load that do not vary between replications: an exact rate, or windows that
-    overlap in the trace; empty if all parts vary, or if the manifests do not record them.
+    overlap in the trace. The text is empty if all parts vary, or if the manifests do not describe the load.
     """
     sources = [_operations(run.manifest.get("workload")) for run in runs]
     found = []

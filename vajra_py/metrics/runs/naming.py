@@ -19,9 +19,9 @@ def load_runs(paths: Sequence[str | Path]) -> list[RunData]:
 def distinct(runs: Sequence[RunData]) -> list[RunData]:
     """Return the same runs under distinct names that are short enough for a table.
 
-    If names clash or one is long, all are replaced by the configuration values in which the runs differ
-    (`lrs/pull/dynamic_chunk`). If these do not distinguish all runs, clashing names are prefixed with the runs' parent
-    folders, and numbered if they still clash.
+    If two names are equal or a name is long, all names are replaced by the configuration values in which the runs
+    differ (`lrs/pull/dynamic_chunk`). If these values do not distinguish all runs, equal names are prefixed with the
+    runs' parent folders, and numbered if they are still equal.
     """
     names = [run.name for run in runs]
     if len(set(names)) < len(names) or (len(names) > 1 and max(map(len, names)) > _LONG_NAME):

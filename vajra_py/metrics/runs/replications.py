@@ -31,15 +31,15 @@ class Setting(Struct, frozen=True):
 
     name: str
     positions: tuple[int, ...]
-    """Positions of its runs in the sequence that was grouped."""
+    """Positions of `runs` in the sequence that was grouped."""
     runs: tuple[RunData, ...]
     seeds: tuple[str, ...]
     num_seeds: int = 1
     """Number of seeds of the setting, including seeds that have no run in `runs` because they repeat another run."""
     every: tuple[RunData, ...] = ()
-    """All its runs, including repeated ones."""
+    """All runs of the setting, including those that repeat another run."""
     note: str = ""
-    """Limitation of its replications: copies, equal requests, or parts of the load that do not vary."""
+    """Text on a limitation of the replications (copies, equal requests, load that does not vary); empty if none."""
 
     @property
     def is_copied(self) -> bool:
@@ -66,7 +66,7 @@ def system_axes(runs: Sequence[RunData]) -> list[Axis]:
 
 def load_labels(runs: Sequence[RunData]) -> tuple[str, ...]:
     """Return, for each run, the values of the workload parameters in which the runs differ (without seeds), as text;
-    empty texts if they differ in none.
+    empty texts if the runs differ in no workload parameter.
     """
     varied = [axis for axis in system_axes(runs) if is_workload(axis)]
     return tuple(", ".join(f"{axis.label} {axis.values[i]}" for axis in varied) for i in range(len(runs)))
@@ -95,10 +95,10 @@ def group_replications(runs: Sequence[RunData], *, each_run: bool = False) -> li
     """Return the settings of these runs under distinct names, ordered by their first runs; with `each_run` every run is
     a setting of its own.
 
-    Two runs with the same configuration *and* seed are not replications of each other: a simulation repeats itself,
-    although another version of the code may give other results. If a configuration has such runs, the runs of each
-    parent folder become a setting named after the folder, provided that in no folder two of them have the same seed;
-    otherwise each of the runs becomes a setting of its own.
+    Two runs with the same configuration *and* seed are not replications of each other: they give the same results, or
+    they differ because they come from different versions of the code. If a configuration has such runs, its runs are
+    grouped by parent folder, and each group becomes a setting named after its folder. If a folder has two runs of the
+    configuration with the same seed, each run of the configuration becomes a setting of its own instead.
     """
     named = distinct(runs)
     varied = system_axes(runs)

@@ -201,8 +201,8 @@ class RunData:
     def requests_frame(self, *columns: str) -> pd.DataFrame:
         """Return the requests table as a pandas data frame.
 
-        If no columns are named, it also has the last value of each figure that policies emitted for a request, as
-        `emitted.POLICY.NAME`.
+        If no columns are named, the frame also has columns `emitted.POLICY.NAME` with the last value that the policy
+        emitted for each request under this name.
         """
         frame = _frame(self.requests(*columns))
         if columns or not (self.path / EMITTED_FILE).exists():

@@ -2,8 +2,9 @@
 
 If requests are unfinished when a run ends, only the latencies of the other requests are known. These are the shorter
 latencies, so means and quantiles are too low. A missing latency is at least the request's age: the time from its
-arrival to its own end or to the end of the run. With ages in place of missing values, the mean and quantiles are lower
-bounds of those over all requests. Rejected requests are left out, because they do not wait in a queue.
+arrival to its own end or to the end of the run. With ages in place of missing values, the mean and the quantiles are
+lower bounds of the mean and the quantiles over all requests. Rejected requests are left out, because they do not wait
+in a queue.
 """
 
 from __future__ import annotations

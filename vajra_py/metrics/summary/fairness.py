@@ -15,8 +15,8 @@ neither admitted nor ended).
   tenants is served. Tenants whose `f_i` is less than the service of their largest request are left out, because a
   policy cannot divide a request.
 
-Neither measure uses total service: the service of a tenant that is not backlogged equals its demand, and so does the
-total service of a run that serves every request, whatever the policy.
+Neither measure uses total service. A tenant that is not backlogged receives exactly the service that it demands. In a
+run that serves every request, the total service of every tenant equals its demand as well, whatever the policy.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class ServiceGaps(Struct, frozen=True):
 
 
 class BackloggedService(Struct, frozen=True):
-    """Cumulative service of tenants up to the edges of a grid, and the cells throughout which each of them was
-    backlogged together with another one.
+    """Cumulative service of tenants up to the edges of a grid, and the cells throughout which each tenant was
+    backlogged together with another tenant.
     """
 
     edges: Floats
@@ -103,8 +103,8 @@ class BackloggedService(Struct, frozen=True):
             return None
         by_end = np.zeros(num_cells + 1)
         largest, window, pair = 0.0, (float(self.edges[0]), float(self.edges[0])), (0, 1)
-        # A tenant counts only in windows throughout which it is backlogged. `until` has, for each tenant and first
-        # cell, the end of the longest such window.
+        # A tenant counts only in windows throughout which it is backlogged. `until` has, for each tenant and each first
+        # cell of a window, the end edge of the longest window in which the tenant counts.
         until = _runs_of(self.backlogged)
         for begin in range(num_cells):
             alive = np.flatnonzero(until[:, begin] > begin)
@@ -240,8 +240,8 @@ def _merged(owner: Ints, begins: Floats, ends: Floats) -> tuple[Ints, Floats, Fl
     order = np.lexsort((begins, owner))
     owner, begins, ends = owner[order], begins[order], ends[order]
     ranked, rank = np.unique(ends, return_inverse=True)
-    # An offset per owner lets one running maximum serve all owners. The offset is added to ranks, since it would round
-    # times.
+    # An offset per owner separates the owners in one running maximum. It is added to the ranks of the ends, since
+    # adding it to the times would round them.
     reach = np.maximum.accumulate(owner * len(ranked) + rank)
     reached = ranked[reach % len(ranked)]
     first = np.ones(len(owner), dtype=np.bool_)
@@ -251,7 +251,7 @@ def _merged(owner: Ints, begins: Floats, ends: Floats) -> tuple[Ints, Floats, Fl
 
 
 def _shared_span(begins: Floats, ends: Floats) -> tuple[float, float] | None:
-    """Return the span from the first to the last time that at least two intervals cover; None if there is none."""
+    """Return the first and the last time that at least two intervals cover; None if there is no such time."""
     moments = np.concatenate((begins, ends))
     changes = np.concatenate((np.ones(len(begins), np.int64), -np.ones(len(ends), np.int64)))
     order = np.lexsort((changes, moments))
@@ -275,8 +275,8 @@ def _covered_cells(owner: Ints, begins: Floats, ends: Floats, edges: Floats, num
 
 
 def _runs_of(backlogged: Bools) -> Ints:
-    """Return, for each true cell, the index of the edge at which the sequence of consecutive true cells from this cell
-    on ends; for a false cell, the index of its own start edge. The shape is (tenants, cells).
+    """Return, for each cell, the index of the last edge up to which all cells from this cell on are true; for a false
+    cell, this is the index of the cell's start edge. The shape is (tenants, cells).
     """
     num_cells = backlogged.shape[1]
     until = np.empty(backlogged.shape, dtype=np.int64)

@@ -51,7 +51,7 @@ class PoolInputs(Struct, frozen=True):
     steps: ArrowTable
     window: Window
     steady: Window
-    """Part of the window in which requests arrived; means and rates are over it."""
+    """Part of the window in which requests arrived; means and rates are computed over this part."""
     replicas: ArrowTable | None = None
     """States of replicas over time (`ReplicaStates.table`); None without a scaler."""
     devices: Mapping[str, ReplicasetDevices] = field(default_factory=dict)

@@ -13,10 +13,13 @@ all completed requests, divided by the time in which the system delivered them:
   as long as the time between these percentiles (one or a few waves of requests), the spread starts at the first
   admission.
 
-Both are scaled, since n requests have n - 1 intervals between them, and requests that arrive together at the first
-moment (the clients of a closed loop) start the first interval. The throughput of a stable run in which all requests are
-completed equals its offered load. A stable run that consists mostly of drain (less than a quarter of its requests
-completed by the last arrival) does not show a sustainable rate; its rates use the completions as well.
+Both times are scaled to all n requests, since there are only n - 1 intervals between n requests. The span of the
+arrivals is multiplied by n and divided by the number of requests that arrive after the first moment, since several
+requests may arrive together at that moment (the clients of a closed loop). The throughput of a stable run in which all
+requests are completed therefore equals its offered load.
+
+A stable run that consists mostly of drain (less than a quarter of its completed requests were completed by the last
+arrival) does not show a sustainable rate; its rates are computed like those of a run that is not stable.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class RateTime(Struct, frozen=True):
     duration_s: float | None
     """Denominator of the rates; None if undefined, such as for fewer than two completed requests."""
     over: str
-    """Origin of `duration_s`: span of the `arrivals`, or spread of the `completions`."""
+    """`arrivals` if `duration_s` is the span of the arrivals, `completions` if it is the spread of the completions."""
     arrivals_s: float
     """Time from the first to the last arrival in the window."""
     completions_s: float | None
@@ -99,16 +102,16 @@ def steady_window(window: Window, rates: Mapping[str, Any]) -> Window:
 
 
 def arrival_rate(arrived_at: Floats) -> float | None:
-    """Return the arrivals per second between the first and the last arrival. Arrivals at the first moment are not
-    counted, since the time span starts with them. None if all requests arrive at one moment.
+    """Return the arrivals per second between the first and the last arrival. Requests that arrive at the first moment
+    are not counted, since the time span starts with them. None if all requests arrive at one moment.
     """
     later = int((arrived_at > arrived_at.min()).sum()) if arrived_at.size else 0
     return later / float(np.ptp(arrived_at)) if later else None
 
 
 def _span(arrived_at: Floats) -> float:
-    """Return the span of the arrivals in seconds, extended by one mean interval before the first arrival; 0 if all
-    arrive at one moment.
+    """Return the span of the arrivals in seconds, scaled to all of them: their number divided by `arrival_rate`; 0 if
+    all arrive at one moment.
     """
     rate = arrival_rate(arrived_at)
     return len(arrived_at) / rate if rate else 0.0

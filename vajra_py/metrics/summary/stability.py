@@ -23,12 +23,16 @@ it has the same meaning for every policy and engine:
 * *shed* = the fraction of the window's arrivals that expired, or were rejected although requests of their size or
   larger were served.
 
-**Overloaded**: growth of 5 % or more that is visible and goes on, in any stock, or 5 % or more shed. **Backlogged**
-(not overloaded): visible growth of requests waiting or in the system, or 1 % or more shed, or on average more than five
-requests waiting for their first admission for each one in service (by Little's law: requests wait more than five times
-as long as they are served), or, in the worst quarter, a visible queue of more than five requests for each one in
-service, or of 5 % or more of the requests that arrived in that quarter. **Stable**: all other runs. In a run too short
-for visible growth, only shedding and waiting decide.
+**Overloaded**: growth of 5 % or more that is visible and goes on, in any stock, or 5 % or more shed. **Backlogged**:
+not overloaded, and at least one of
+
+* visible growth of requests waiting or in the system, or 1 % or more shed;
+* on average, more than five requests waiting for their first admission for each request in service (by Little's law:
+  requests wait more than five times as long as they are served);
+* in the worst quarter, a visible queue of more than five requests for each request in service, or of 5 % or more of the
+  requests that arrived in that quarter.
+
+**Stable**: all other runs. In a run too short for visible growth, only shedding and waiting decide.
 """
 
 from __future__ import annotations
@@ -218,8 +222,8 @@ def _growth(stays: tuple[Floats, Floats], sizes: Floats, edges: Floats, names: t
 def _mean_between(
     begins_at: Floats, ends_at: Floats, start_at: float, end_at: float, sizes: Floats | None = None
 ) -> float:
-    """Return the mean over time, from `start_at` to `end_at`, of the summed `sizes` of the intervals [begins_at,
-    ends_at) that cover each moment, or of their number without `sizes`; 0 for an empty range.
+    """Return the mean over time, from `start_at` to `end_at`, of the number of intervals [begins_at, ends_at) that
+    cover a moment, or, if `sizes` is given, of the sum of their sizes; 0 if `end_at` is not after `start_at`.
     """
     if not end_at > start_at:
         return 0.0
@@ -231,7 +235,7 @@ def _mean_between(
 
 def _shed_fraction(lifetimes: Lifetimes, inside: Bools) -> float:
     """Return the fraction of arrivals that expired, or that were rejected although they could run. A rejected request
-    with a longer prompt than every completed one is not counted, since it may never fit.
+    with a longer prompt than every completed request is not counted, since it may never fit.
     """
     total = int(inside.sum())
     if not total:

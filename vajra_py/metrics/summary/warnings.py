@@ -70,8 +70,7 @@ def _shed(data: Mapping[str, Any]) -> list[str]:
 
 
 _CUT_OFF = (UNFINISHED, "expired", "failed")
-"""End reasons of requests whose latencies are missing; these would have been longer than most of the known latencies.
-"""
+"""End reasons of requests whose latencies are missing. The missing latencies would be longer than most known ones."""
 _LATENCIES = {"ttft_s": "TTFT", "queue_s": "Queueing", "e2e_s": "E2E"}
 
 

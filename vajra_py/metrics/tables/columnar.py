@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from vajra_py.runtime.records.arrow_arrays import arrow_array, call
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
 
-# Gaps are merged when the number added since the last merge has reached both this number and half of the number that
-# the last merge left.
+# Gaps are merged when the number of gaps added since the last merge reaches the larger of this number and half of the
+# number of gaps after the last merge.
 _MERGE_ROWS = 1 << 20
 
 
@@ -131,8 +131,8 @@ class PackedRows:
 
 
 class GapList:
-    """Gaps between tokens of one replicaset and SLO class. Callers keep a reference to it, so that adding a gap needs
-    no lookup.
+    """Gaps between tokens of one replicaset and SLO class. Callers keep a reference to this list, so that adding a gap
+    needs no lookup.
     """
 
     __slots__ = ("_gaps", "_logs", "_merge_at", "_num_merged", "_single", "_weights")
@@ -146,7 +146,7 @@ class GapList:
         """Gaps from logs shared by several requests, keyed by the log's `id`."""
         self._merge_at = _MERGE_ROWS
         self._num_merged = 0
-        """Length of `_gaps` after the last merge; if `_gaps` is longer now, the rest of it is not merged."""
+        """Length of `_gaps` after the last merge; entries of `_gaps` from this index on are not merged yet."""
 
     def add(self, gap_s: float, weight: int) -> None:
         """Add a gap of `gap_s` seconds seen by `weight` requests."""

@@ -70,8 +70,8 @@ def paths_of(controller: Controller) -> dict[str, Paths]:
 
 
 class _Journey(Struct):
-    """State of a request that is moving: the fields of its current row, and the number of transfers begun so far
-    (`stage`).
+    """State of a request that is moving: the fields of its current row of the transfers table, and the number of its
+    transfers that have begun (`stage`).
     """
 
     request: RequestView
@@ -132,7 +132,7 @@ class MovementRows(Observer):
     # Departure and transfer
 
     def on_held(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Record that a request stopped running at its source; if it was not moving yet, this begins a hand-off."""
+        """Record that a request stopped running at its source. If the request was not moving yet, a hand-off begins."""
         journey = self._journeys.get(request.index)
         if journey is None:
             journey = self._journeys[request.index] = _Journey(request, HAND_OFF, replica_id)
@@ -165,7 +165,7 @@ class MovementRows(Observer):
         self, request: RequestView, source: ReplicaId, target: ReplicaId, failure: str, now: float
     ) -> None:
         """Record the end of a transfer. Write its row if it copied a running request's KV, or if it was cancelled or
-        failed. There is one exception: if the transfer failed because a held request ended, `on_ended` writes the row.
+        failed. Exception: if a transfer failed because a held request ended, `on_ended` writes the row.
         """
         journey = self._journeys.get(request.index)
         if journey is None:
@@ -195,7 +195,7 @@ class MovementRows(Observer):
     def on_moved(
         self, request: RequestView, source: ReplicaId | None, target: ReplicaId | None, reason: str, now: float
     ) -> None:
-        """Write the row of a waiting request's move."""
+        """Write the row of the move of a waiting request."""
         came_from, goes_to = (_NO_REPLICA if one is None else one for one in (source, target))
         journey = _Journey(request, MOVE, came_from, goes_to, start_at=now, end_at=now, arrived_at=now)
         self._row(journey, DONE, reason, now)

@@ -5,8 +5,8 @@ are seconds on the run's clock; NaN = undefined.
 
 - `makespan_s`: from the arrival of the first call to the end of the last one; only for completed programs.
 - `ideal_s`: makespan predicted by the latency model if the program ran alone: the critical path over its delays and
-  calls. Each call runs alone and finds in the prefix cache what its prompt shares with its parents' prompts and
-  outputs. NaN in runs without a latency model.
+  calls. Each call runs alone, and the prefix cache holds the tokens that its prompt shares with its parents' prompts
+  and outputs. NaN in runs without a latency model.
 - `slowdown`: `makespan_s / ideal_s`.
 - `reason`: `failed` if a call ended without a result; else `unfinished` if a call had not ended, or if fewer calls
   arrived than the client declared; else `completed`.

@@ -58,7 +58,7 @@ class Recorder(StepLog):
         Args:
             num_blocks_of: Returns the number of KV blocks of a replica, given (replicaset, replica id).
             steps: Record the steps table.
-            log: Another step log, whose records are used, so that steps are not recorded twice.
+            log: Step log that another observer fills; its records are used, so that steps are not recorded twice.
             further: Optional columns of the requests table.
         """
         super().__init__()

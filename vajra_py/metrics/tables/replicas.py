@@ -68,7 +68,7 @@ def replicas_table(stretches: Sequence[Stretch] = ()) -> ArrowTable:
 
 
 class ActiveTimes(Struct, frozen=True):
-    """Periods in seconds during each of which one replica of a replicaset was in one of the selected states."""
+    """Periods, in seconds, that single replicas of a replicaset spent in one of the selected states."""
 
     starts: Floats
     ends: Floats

@@ -68,8 +68,8 @@ _FIELDS = (
     *(("formed_at", "d"), ("duration_s", "d"), ("used_fraction", "d")),
 )
 """Fields of a record. They describe the record's first step, except `num_waiting_after`, which describes the later
-steps. The last three replace the values that are derived from ticks and blocks, for example in rows added by `append`;
-they are NaN where the derived values apply.
+steps. `formed_at`, `duration_s` and `used_fraction` are NaN if they can be derived from ticks and blocks; other values,
+for example in rows added by `append`, replace the derived values.
 """
 
 
@@ -86,8 +86,8 @@ class StepsBuilder:
     """
 
     def __init__(self, num_blocks_of: Callable[[str, int], int] | None = None) -> None:
-        """`num_blocks_of` returns the number of KV blocks of a replica, given (replicaset, replica id); `take` needs
-        it.
+        """Create an empty builder. `num_blocks_of` returns the number of KV blocks of a replica, given (replicaset,
+        replica id); it is needed only for `take`.
         """
         self._num_blocks_of = num_blocks_of
         self._records = PackedRows(_FIELDS)
@@ -96,8 +96,8 @@ class StepsBuilder:
         """Cached table of records, and the number of records when it was built."""
         self._ends = array("q")
         self._growth = array("i")
-        """Numbers of requests that allocate a block, one number per repeated step; the numbers of one record follow
-        those of the record before. If a record has fewer numbers than repeated steps, its numbers repeat cyclically.
+        """Number of requests that allocate a block in each repeated step, for all records, one record after the other.
+        If a record has fewer numbers than repeated steps, its numbers repeat cyclically.
         """
 
     def __len__(self) -> int:
@@ -332,8 +332,8 @@ class _Expansion:
         return np.where(np.isnan(given), otherwise, given)
 
     def _blocks_taken(self, num_steps: Ints, starts: Ints, position: Ints) -> Ints:
-        """Return the number of blocks allocated since the record's first step; each later step allocates the next
-        number in `growth`, cyclically.
+        """Return, for each step, the number of blocks allocated since its record's first step. Each later step of a
+        record allocates the next number in the record's `growth`, cyclically.
         """
         growth, periods = list_parts(self._records.column("growth"))
         if not growth.size:

@@ -86,7 +86,7 @@ class TierLog(Observer):
     def on_tier_hit(
         self, request: RequestView, replica_id: ReplicaId, num_tokens: Mapping[str, int], load_s: float, now: float
     ) -> None:
-        """Record the tier hits of a request that was not admitted before."""
+        """Record the tier hits of a request, if the request has not been admitted before."""
         if request.admitted_index == 0:
             self._hits[request.index] = num_tokens, load_s
 

@@ -4,15 +4,15 @@ place.
 `transfers.parquet` is written if requests may move between replicas with their KV. Times are seconds on the run's
 clock, NaN = never:
 
-* `held_at`: start of the wait at the source; NaN for a row that ends while the request still runs there, which is a
-  copy of a migration (`is_live`) or part of a prompt's KV;
+* `held_at`: start of the wait at the source; NaN if the request still runs at the source when the row ends (the row is
+  then a copy for a migration, or a transfer of part of a prompt's KV);
 * `start_at`, `end_at`: start and end of the KV transfer; KV that is sent while the prompt is still being computed
   (`hand_off.overlap`) has a `start_at` before `held_at`;
 * `arrived_at`: time at which the target accepted the request: `end_at`, or the end of a later step;
 * `over_at`: time of the `outcome`, such as the admission at the target or the end of a copy.
 
-A request is held from `held_at` to `start_at`, in transfer until `arrived_at` (counted from `held_at` if the transfer
-began earlier), and waiting at the target until `over_at`; a stage that was not completed ends at `over_at`. A move of a
+A request is held from `held_at` to `start_at`, in transfer from `start_at` (from `held_at` if that is later) to
+`arrived_at`, and waiting at the target until `over_at`; a stage that was not completed ends at `over_at`. A move of a
 waiting request, which has no KV, is a row with `kind` "move", equal times and no `held_at`. Rows are in order of their
 start.
 """

@@ -1,9 +1,9 @@
 """Content hashes of KV blocks.
 
-A block's KV depends on every token up to the block's end, so its hash does too: two blocks have equal hashes exactly
-when all tokens up to the blocks' ends are equal and both requests carry the same salt (128-bit hashes: equality is as
-good as certain). Only full blocks have hashes. Requests with different salts never share blocks, which keeps tenants
-from probing each other's prompts.
+A block's KV depends on every token up to the block's end, so its hash does too. Two blocks have equal hashes if all
+tokens up to the blocks' ends are equal and both requests have the same salt; otherwise their hashes differ, since
+collisions of the 128-bit hashes can be neglected. Only full blocks have hashes. Requests with different salts never
+share blocks, which keeps tenants from probing each other's prompts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Protocol, TypeAlias
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 SegmentId: TypeAlias = int | str | tuple[str | int, ...]
-"""Name of a run of tokens whose ids are unknown; equal names mean equal tokens."""
+"""Name of a segment: consecutive tokens whose ids are unknown. Equal names mean equal tokens."""
 
 UNBOUNDED_TOKENS = sys.maxsize
-"""Length of a run that is named before its tokens are generated, so that its real length is unknown."""
+"""Length given to a segment whose tokens are not all generated yet, so that its real length is unknown."""
 
 FIRST_LOOKUP_BLOCKS, LOOKUP_GROWTH = 32, 4
 """Number of hashes in the first batch that a lookup computes, and the ratio of each later batch's size to the size of
@@ -42,8 +42,8 @@ class BlockHashes(Protocol):
 
     @property
     def num_hashed_tokens(self) -> int:
-        """Number of leading tokens that are known, or named before they are generated; only blocks that end within
-        these tokens have hashes. May grow as tokens are generated.
+        """Number of leading tokens that are known, or that belong to a named segment even if they are not generated
+        yet. Only blocks that end within these tokens have hashes. May grow as tokens are generated.
         """
 
     @property
@@ -111,7 +111,7 @@ class TokenBlockHashes:
         num_known, num_copied = self._num_before + len(self._output), len(self._tokens)
         return num_known if num_known > num_copied else num_copied
 
-    num_public_tokens = num_hashed_tokens  # a second property, since one that calls the first takes a call more
+    num_public_tokens = num_hashed_tokens  # not a property that returns the other one: that would cost another call
 
     def append(self, token: int) -> None:
         """Add one generated token."""
@@ -175,8 +175,8 @@ def root_digest(salt: str) -> bytes:
 
 
 def token_digests(before: bytes, tokens: array[int], block_size: int) -> list[bytes]:
-    """Return the hashes of full blocks of token ids (type code q) that follow a block with the hash `before`, or of the
-    first blocks if `before` is a `root_digest`.
+    """Return the hashes of consecutive full blocks of token ids (type code q). `before`: hash of the preceding block,
+    or a `root_digest` if there is none.
     """
     return _digests_of(before, _little_endian(tokens), block_size)
 
@@ -197,12 +197,14 @@ def _digests_of(before: bytes, ids: bytes, block_size: int) -> list[bytes]:
 
 
 class SegmentBlockHashes:
-    """Hashes from named runs of tokens, for workloads that state which parts of prompts are equal but not their tokens.
+    """Hashes from segments (named sequences of tokens), for workloads that state which parts of prompts are equal, but
+    not their tokens.
 
-    Token j of a run is identified by (name, j). Neighbouring runs of the same name are merged, so it does not matter
-    where a workload splits a run. The output is one more run, `output_segment(request_id)`, with no end. The hash of a
-    block combines the hash of all runs before the one in which the block ends, that run's name, and the position in
-    that run at which the block ends. Each run is hashed once, whatever its length.
+    Token j of a segment is identified by (name, j). Adjacent segments of the same name are merged, so it does not
+    matter where a workload splits a segment. The output is one more segment, `output_segment(request_id)`, with no end.
+    A block's hash combines three values: the hash of all segments before the segment in which the block ends, the name
+    of this segment, and the position in this segment at which the block ends. Each segment is hashed once, whatever its
+    length.
     """
 
     __slots__ = ("_bases", "_block_size", "_ends", "_hashes", "_names", "num_public_tokens")
@@ -290,8 +292,8 @@ class SegmentBlockHashes:
             run += 1
 
     def _make_bases(self, run: int) -> None:
-        """Compute the bases of all runs up to and including number `run`. A run's base is the hash of all runs before
-        it and of its own name.
+        """Compute the bases of all segments up to and including the one with index `run`. A segment's base is the hash
+        of all segments before it and of its own name.
         """
         bases, ends, names = self._bases, self._ends, self._names
         for this in range(len(bases) - 1, run + 1):
@@ -345,8 +347,8 @@ class RecentPrompts:
 
 
 class PrivateBlockHashes:
-    """Hashes of content that no other request has: its cached blocks can be hit only by the request itself, after a
-    preemption.
+    """Hashes of content that no other request has. Cached blocks of this content can be hit only by the request itself,
+    after a preemption.
     """
 
     __slots__ = ("_request_id",)
@@ -389,8 +391,8 @@ def _checked_block_size(block_size: int) -> int:
 
 
 def _encoded(name: SegmentId) -> bytes:
-    """Return a run's name as bytes. Names of different types or values have different bytes; equal integers of any
-    integer type have the same.
+    """Return a segment's name as bytes. Names of different types or values have different bytes; equal integers of any
+    integer type have the same bytes.
     """
     if isinstance(name, str):
         return b"s" + name.encode()

@@ -6,10 +6,11 @@ hold the content. A free block may keep its hash until it is handed out again.
 
 The order of reuse consists of three parts: blocks released without a hash (a stack), blocks never handed out (a
 counter), and idle blocks with a hash in order of release. Blocks without hashes can therefore be handed out with one
-list slice. If no request can hit the content of a released table again, all its blocks are added to the idle blocks as
-a single entry, so that releasing them takes the same time for any number of blocks. vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any other order
-comes from a retention policy (`retained_pool`). Idle blocks whose content is pinned are kept apart and do not count as
-free.
+list slice. If no request can hit the content of a released block table again, all its blocks are added to the idle
+blocks as a single entry (`retire`), so that the time for releasing them does not depend on their number.
+
+vLLM's order of reuse is called `lru` here, nano-vLLM's `fifo`; any other order comes from a retention policy
+(`retained_pool`). Idle blocks whose content is pinned are kept apart and do not count as free.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class PrefixCacheOptions(Struct, frozen=True):
     first. fifo: all blocks are reused in order of release.
     """
     release_order: ReleaseOrder = "tail_first"
-    """End of a request's block table, tail or head, from which blocks released together are reused first, as far as
-    `reuse_order` leaves their order open.
+    """Order among the blocks of one table that are released together, where `reuse_order` does not determine it:
+    tail_first or head_first, by the end of the table from which blocks are reused first.
     """
     retain_freed: bool = True
     """True if a block can still be found after its last user freed it; False: only blocks in use are shared."""
@@ -55,9 +56,9 @@ class PrefixCacheOptions(Struct, frozen=True):
     cached. keep_last: the latest block; the others are never found again.
     """
     unscheduled: Unscheduled = "withdraw"
-    """Treatment of blocks that were cached while a step was formed but not computed, because their request was
-    preempted. withdraw: their hashes are removed. keep: they stay cached, as in vLLM, and a request that hits them
-    reads KV that was never written; only for comparison with vLLM.
+    """Treatment of blocks that were cached while a step was formed, although their request was then preempted and the
+    step does not compute them. withdraw: their hashes are removed. keep: they stay cached, as in vLLM, and a request
+    that hits them reads KV that was never written; only for comparison with vLLM.
     """
     max_pinned_fraction: float = 0.5
     """Maximum fraction of the blocks that pins may hold."""
@@ -91,8 +92,8 @@ def _block_ids(start: int, stop: int) -> list[int]:
 
 
 class BlockPool:
-    """Pool of `num_blocks` blocks with ids from 0, which are handed out for the first time in order of id; with
-    `options`, also a prefix cache.
+    """Pool of `num_blocks` blocks with ids from 0. Blocks that were never used are handed out in order of id. With
+    `options`, the pool is also a prefix cache.
     """
 
     __slots__ = (
@@ -139,14 +140,16 @@ class BlockPool:
         self._is_tail_first = options is None or options.release_order == "tail_first"
         self._keeps_last = options is not None and options.duplicates == "keep_last"
         self._freed: list[int] = []
-        """Stack of free blocks; the last one is handed out first. With lru it has the blocks freed without a hash; with
-        either order, also never-used blocks and the rest of a run that was handed out in part.
+        """Stack of free blocks; the last one is handed out first. With lru it has the blocks freed without a hash. With
+        either order it also has never-used blocks, and the remaining blocks of an entry of several blocks (`retire`)
+        that was handed out in part.
         """
         self._next_fresh = 0
         """Lowest id of the blocks that were neither handed out nor put on the stack so far."""
         self._idle: OrderedDict[int, list[int] | None] = OrderedDict()
         """Queue of free blocks; the first one is handed out first. With lru it has the blocks with a hash; with fifo,
-        all free blocks that were used before. A run is listed under its first block, which has no hash.
+        all free blocks that were used before. Several blocks released by `retire` are one entry, a list under its first
+        block, which has no hash.
         """
         self._hash_of: dict[int, Hashable] = {}
         self._entries: dict[Hashable, int | dict[int, None]] = {}
@@ -372,7 +375,7 @@ class BlockPool:
             self.lower.used([self._hash_of[block] for block in blocks], request)
 
     def _forget(self, block: int) -> None:
-        """Remove a block's hash and the block's entry under it."""
+        """Remove a block's hash, and remove the block from `_entries`."""
         block_hash = self._hash_of.pop(block)
         entry = self._entries.pop(block_hash, None)
         if entry == block:
@@ -389,7 +392,7 @@ class BlockPool:
         if self.events is not None:
             self.events.copy_left(block_hash)
         if isinstance(entry, int):
-            # With `_keeps_last`, the hash already leads to a block that was cached later: restore this entry.
+            # With `_keeps_last`, this hash's entry is another block, which was cached later: put that entry back.
             self._entries[block_hash] = entry
         elif entry is not None:
             was_first = next(iter(entry)) == block

@@ -1,11 +1,13 @@
 """Interface of every kind of KV memory of a replica.
 
-A request is registered when it is bound to the replica, or while a step is formed in which a policy considers it in the
-shared queue; it is forgotten when it leaves the replica, or if it is still in the shared queue after that step was
-formed. In between it holds nothing, holds device blocks (resident), or holds host blocks (swapped). Every operation is
-all or nothing: an operation for which there is no room changes nothing, except that memory that recycles blocks may
-free blocks that are no longer needed. Refusals that occur in normal operation of a scheduler are return values; invalid
-calls raise `ValueError`.
+A request is registered when it is bound to the replica, and forgotten when it leaves the replica. A request in the
+shared queue is registered when a policy considers it for a step that is being formed; it is forgotten if it is still in
+the shared queue once the step is formed. A registered request holds nothing, holds device blocks (resident), or holds
+host blocks (swapped).
+
+Every operation is all or nothing: an operation for which there is no room changes nothing, except that memory that
+recycles blocks may free blocks that are no longer needed. Refusals that occur in normal operation of a scheduler are
+return values; invalid calls raise `ValueError`.
 
 With KV parallelism, the KV of a request may be spread over several groups; block ids are then local to a group, and
 numbers of blocks are sums over the groups. A memory without groups has the single group 0.
@@ -69,13 +71,13 @@ class KvMemory(Protocol):
 
     @property
     def due_places(self) -> Collection[int]:
-        """For memory that recycles blocks: values of (computed tokens modulo block size) at which the next token of a
-        decode takes, fills or frees a block.
+        """For memory that recycles blocks: a decode whose number of computed tokens, modulo the block size, is one of
+        these values may take, fill or free a block with its next token.
         """
 
     @property
     def lagging(self) -> Collection[KvRequest]:
-        """For memory that recycles blocks: requests whose next token may free a block at other positions than
+        """For memory that recycles blocks: requests whose next token may free a block even at positions that are not in
         `due_places`.
         """
 
@@ -192,7 +194,7 @@ class KvMemory(Protocol):
 
     @property
     def can_reserve(self) -> bool:
-        """True if blocks for resident requests that grow together can be reserved together, by `reserve_blocks`."""
+        """True if this memory supports `reserve_blocks`."""
 
     def reserve_blocks(self, num_blocks: int) -> None:
         """Reserve blocks for resident requests that grow together; `materialize` decides which request gets which."""
@@ -247,9 +249,9 @@ class KvMemory(Protocol):
 
     @property
     def repeat_headroom(self) -> int:
-        """Maximum number of blocks that may be taken in bulk: the free blocks. If evictions must be reported, free
-        blocks with cached content do not count, because fast-forwarded steps take their blocks only after these steps
-        have ended.
+        """Maximum number of blocks that fast-forwarded steps may take together: the number of free blocks. The blocks
+        are taken only after these steps have ended, which is too late for reports of evictions. If evictions must be
+        reported, free blocks with cached content therefore do not count.
         """
 
     @property
@@ -297,8 +299,8 @@ class KvMemory(Protocol):
         """
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Remove from the cache the blocks of a resident request that reach beyond its first `num_tokens` tokens,
-        because these blocks hold invalid KV and the request ends.
+        """Remove the cache entries of a resident request's blocks that reach beyond its first `num_tokens` tokens.
+        Called when these blocks hold invalid KV and the request ends.
         """
 
     # Groups

@@ -190,9 +190,9 @@ class PagedKvMemory:
 
     @property
     def repeat_headroom(self) -> int:
-        """Maximum number of blocks that may be taken in bulk: the free blocks. If evictions must be reported, free
-        blocks with cached content do not count, because fast-forwarded steps take their blocks only after these steps
-        have ended.
+        """Maximum number of blocks that fast-forwarded steps may take together: the number of free blocks. The blocks
+        are taken only after these steps have ended, which is too late for reports of evictions. If evictions must be
+        reported, free blocks with cached content therefore do not count.
         """
         pool = self._pool
         return pool.num_without_content if self.is_watched else pool.num_free
@@ -385,8 +385,8 @@ class PagedKvMemory:
         memory once the step has run.
 
         Caches full blocks that are not cached yet. Content that no other request can have before this request ends is
-        cached only by `free`. A request whose generated tokens are such content therefore needs this call only once,
-        before `free`, or not at all if `num_computed_tokens` is passed to `free`.
+        cached only by `free`. For generated tokens of this kind, one call before `free` is enough; no call is needed if
+        `num_computed_tokens` is passed to `free`.
         """
         entry = self._tables[request]
         num_public = self._validate(entry, num_tokens)
@@ -461,11 +461,11 @@ class PagedKvMemory:
         return True
 
     def withdraw_blocks(self, request: KvRequest, num_tokens: int) -> None:
-        """Remove from the cache the blocks of a resident request that reach beyond its first `num_tokens` tokens,
-        because these blocks hold invalid KV and the request ends.
+        """Remove the cache entries of a resident request's blocks that reach beyond its first `num_tokens` tokens.
+        Called when these blocks hold invalid KV and the request ends.
 
-        If another request shares such a block, the other request keeps the block, but all of its own blocks from this
-        one on are removed from the cache as well, and none of its blocks are cached later.
+        Another request that shares such a block keeps the block. In the other request's table, the shared block and all
+        later blocks are removed from the cache too, and no block of this table is cached from then on.
         """
         entry = self._tables[request]
         void = set(entry.blocks[num_tokens // self.block_size : entry.num_cached])

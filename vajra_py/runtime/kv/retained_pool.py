@@ -1,8 +1,10 @@
 """Pool of KV blocks whose idle content is evicted in the order of a retention policy.
 
 Each content has one entry, which lookups find, and the entry has one block. Further blocks in use with the same content
-are copies: one of them becomes the entry's block when the entry's present block loses its last user. Hence no block
-after an idle block in its chain is in use, and every free block with content can be evicted, the end of a chain first.
+are copies: one of them becomes the entry's block when the entry's present block loses its last user. An entry's block
+is therefore idle only if no request uses the content. A request that uses content also uses all earlier content of the
+chain, so nothing that continues idle content is in use. Hence every free block with content can be evicted, the end of
+a chain first.
 """
 
 from __future__ import annotations
@@ -233,8 +235,9 @@ class RetainedBlockPool(BlockPool):
     def _drop_continuations(self, entry: CachedEntry, now: float) -> None:
         """Remove all content that continues a withdrawn entry, because lookups can no longer find it.
 
-        There is such content only if another request shares the withdrawn block, or if a request recomputed cached
-        content and its block replaced the idle one. This is rare, so a search through all entries is acceptable.
+        There is such content only in two rare cases, so a search through all entries is acceptable: another request
+        shares the withdrawn block, or a request has recomputed cached content, so that its block replaced the idle
+        block of this content.
         """
         behind = [one for one in self._entry_of.values() if one is not entry and _continues(one, entry)]
         for one in sorted(behind, key=lambda each: -each.depth):

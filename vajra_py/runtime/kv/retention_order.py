@@ -123,7 +123,7 @@ class RetentionOrder(Generic[EntryT]):
             queue.remove(cast(RequestView, entry))
 
     def begin(self) -> None:
-        """Cause keys that may change at any event to be re-read before the next victim is chosen."""
+        """Note a new event: keys that may change at any event are re-read before the next victim is chosen."""
         for queue in self._queues.values():
             queue.begin_step()
 

@@ -135,8 +135,8 @@ class KvParallelMemory:
 
     @property
     def growth_headroom(self) -> int:
-        """Maximum number of requests for which `grow_each` would succeed now, whichever requests of less than the
-        maximum length they are: the free blocks of the fullest group.
+        """Maximum number of requests for which `grow_each` would succeed now, whichever requests they are, if all are
+        shorter than the maximum length: the number of free blocks of the fullest group.
         """
         return min(pool.num_free for pool in self._pools)
 
@@ -235,7 +235,7 @@ class KvParallelMemory:
 
     @property
     def repeat_headroom(self) -> int:
-        """Maximum number of blocks that may be taken in bulk: `growth_headroom`."""
+        """Maximum number of blocks that fast-forwarded steps may take together: `growth_headroom`."""
         return self.growth_headroom
 
     def use_clock(self, clock: Callable[[], float]) -> None:
@@ -313,8 +313,8 @@ class KvParallelMemory:
         return min(num_remaining_tokens, self.group_tokens - num_done_tokens % self.group_tokens)
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
-        """Subtract the work of a computed chunk, which is (a + n)^2 - a^2 for n tokens that follow a tokens, from the
-        pending work of each of the request's groups.
+        """Subtract the work of a computed chunk from the pending work of each of the request's groups. The work of n
+        tokens that follow a tokens is (a + n)^2 - a^2.
 
         Only prefill counts, and each token counts once even if it is reported twice, so a chunk may be reported when it
         is scheduled or when it is finished.

@@ -1,11 +1,11 @@
 """Content of one tier of KV memory below the device: blocks by hash, evicted in the order of a retention policy.
 
 A block is a candidate for eviction when it is neither being read nor being written and no block of the tier continues
-it. The tier may hold a block without its predecessor in the chain, which may be in another memory; the two are linked
-when the predecessor arrives.
+it. The tier may hold a block without its predecessor in the chain; the block and its predecessor are linked when the
+predecessor arrives in the tier.
 
-Invariants (`check`): no more blocks than the tier has; lookups do not find a block that is being written; a block that
-is being read or written is not evicted; if slots are numbered, each is free or holds one block.
+Invariants (`check`): the tier holds at most `num_blocks` blocks; lookups do not find a block that is being written; a
+block that is being read or written is not evicted; if slots are numbered, each slot is free or holds one block.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class TierStore:
     def add(self, new: TierBlock, now: float) -> list[TierBlock] | None:
         """Allocate a block for content to be written; return the blocks that were evicted for it.
 
-        Returns None and changes nothing if no other block is a candidate for eviction. Raises
+        Returns None and changes nothing if the tier is full and no other block is a candidate for eviction. Raises
         `ValueError` if the tier has the content already.
         """
         if new.block_hash in self._blocks:
@@ -128,7 +128,7 @@ class TierStore:
         return True
 
     def remove(self, one: TierBlock, now: float) -> None:
-        """Remove content that another level holds or that was never written; this is no eviction."""
+        """Remove content that another level holds or that was never written; not counted as an eviction."""
         if self._blocks.get(one.block_hash) is one:
             self._leave_idle(one)
             self._remove(one, now)

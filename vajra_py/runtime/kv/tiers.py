@@ -117,7 +117,7 @@ class KvTiers:
         self._num_runs = 0
         self._writes: list[tuple[int, TierBlock]] = []
         self._computed: dict[Hashable, TierBlock] = {}
-        """Copies into the first tier of content that the step being formed will compute or has found on the device."""
+        """Copies to the first tier whose content the step being formed will compute or has found on the device."""
         self._is_evicting = False
 
     @property
@@ -423,7 +423,7 @@ class KvTiers:
         return [TierFetch(level, pairs[level]) for level in sorted(pairs)]
 
     def end_fetch(self, fetch: TierFetch, num_arrived: int) -> None:
-        """End a fetch of which only the first `num_arrived` blocks have arrived in the first tier."""
+        """End a fetch; its first `num_arrived` blocks have arrived in the first tier, the others will not arrive."""
         store, now = self.stores[fetch.level], self._clock()
         for position, (source, new) in enumerate(fetch.pairs):
             store.unlock(source, now)

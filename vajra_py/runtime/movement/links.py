@@ -10,8 +10,8 @@ The bytes of a transfer are available at its start, or become available while it
 transfer of the second kind takes a share of its links' bandwidth only while it has bytes to send.
 
 Bytes are conserved exactly: rates are multiples of 2^-20 bytes per second and times are whole ticks, so the amount sent
-is an integer. Rates are rounded down and ends are rounded up to a tick: no transfer ends early, and no link exceeds its
-bandwidth.
+is a whole number of these units times ticks. Rates are rounded down and ends are rounded up to a tick: no transfer ends
+early, and no link exceeds its bandwidth.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ class HandOffRules(Struct, frozen=True):
     bytes_per_token: int
     migration: MigrationConfig = field(default_factory=MigrationConfig)
     num_parts: int = 1
-    """Number of equal parts of a step; at the end of each, an equal part of the step's KV can be sent. Only with
-    `overlap`.
+    """Number of equal parts into which a step is divided; when a part ends, an equal part of the step's KV can be sent.
+    Only with `overlap`.
     """
 
     @property

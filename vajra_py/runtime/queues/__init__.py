@@ -1,8 +1,9 @@
 """Queues of waiting requests in exact priority order.
 
 All queues implement one protocol; which one is used depends on how keys can change (`KeyMotion`) and on whether
-requests are ordered by group. The order is total, (key, arrival, index) or (key of the group, key, arrival, index), and
-always equals a plain sort of all waiting requests at the time of the query; the queues differ only in cost.
+requests are ordered by group. The order is total: by (key, arrival, index) or by (key of the group, key, arrival,
+index). It always equals a plain sort of all waiting requests at the time of the query, so the queues differ only in
+cost.
 """
 
 from __future__ import annotations

@@ -28,11 +28,11 @@ class ArbitraryQueue(RankedQueue):
         self._keys = KeyReader(prioritizer, name)
         self._epochs = EpochReader(prioritizer, name) if isinstance(prioritizer, CountsKeyChanges) else None
         self._epoch: int | None = None
-        """Epoch (`key_epoch` of the prioritizer) in which the keys were read; None if the ranks are not in order, or
-        the prioritizer has no epochs.
+        """The prioritizer's count of key changes (`key_epoch`) when all keys were last read; None if a key was read at
+        another time since, or if the prioritizer has no `key_epoch`.
         """
         self._entered_in: int | None = None
-        """Epoch in which the latest rank was read."""
+        """The prioritizer's `key_epoch` when the key of the latest rank was read; None if it has no `key_epoch`."""
         self._read_at: float | None = None
         """Time at which the keys of the ranks were read; None when they must be read again."""
         self._num_readings = 0

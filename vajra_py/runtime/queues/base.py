@@ -24,8 +24,8 @@ class HitChanges(Protocol):
         """Stop tracking a request; does nothing if it is not tracked."""
 
     def take_changed(self) -> Collection[RequestView]:
-        """Return the requests whose hits may have changed since `follow`, which must be called again to track them
-        further.
+        """Return the requests whose hits may have changed since `follow` was called for them, and stop tracking these
+        requests.
         """
 
 
@@ -47,7 +47,7 @@ class RequestQueue(Protocol):
 
     @property
     def num_requests(self) -> int:
-        """Number of waiting requests, equal to the length."""
+        """Number of waiting requests, equal to `len` of the queue."""
 
     @property
     def num_tokens(self) -> int:
@@ -108,7 +108,7 @@ class RequestQueue(Protocol):
 
 
 class RankedQueue(ABC):
-    """Base of all queues: the ranks of the waiting requests, which subclasses keep in order."""
+    """Base of all queues. It stores a `Rank` for each waiting request: the tuple by which a subclass sorts the request."""
 
     is_arbitrary = False
     is_volatile = False

@@ -23,8 +23,8 @@ class FallTimes:
         """A heap of (time, serial, request); some entries are obsolete."""
 
     def note(self, request: RequestView, now: float, serial: int) -> None:
-        """Get from the prioritizer and store the time at which a request's key may fall next; the key is read at `now`.
-        `serial` must be unique.
+        """Query the prioritizer for the next time at which a request's key, which is read at `now`, may fall (become
+        smaller), and store this time. `serial` must be unique.
         """
         at = self._reader.falls_at(request, now)
         if at is None:

@@ -26,8 +26,8 @@ from vajra_py.runtime.queues.keys import GroupReader, KeyReader
 from vajra_py.runtime.queues.ranks import ARRIVED_AT, INDEX, KEY, REQUEST, SERIAL, Rank, SortedRanks
 
 _Next: TypeAlias = tuple[tuple[Any, Any], float, int, int, "_Cursor"]
-"""Place, in the total order, of the request that a cursor reaches next: ((key of the group, key), arrival, index,
-serial, cursor).
+"""Sort key of the request that a cursor reaches next, with the cursor: ((key of the group, key of the request),
+arrival, index, serial, cursor).
 """
 
 
@@ -42,9 +42,11 @@ class _Group:
         """Key as last read; not greater than the present key, unless a fall was named."""
         self.ranks = SortedRanks()
         self.head: Rank | None = None
-        """First of `ranks` at the time when the group was placed."""
+        """First of `ranks` at the time when `place` was set."""
         self.place: Any = None
-        """Rank among the groups, ((key, key of the head), arrival, index, serial, group); None: not placed yet."""
+        """Tuple by which the group is sorted among the groups; None if it is not in their order yet. Its fields are
+        those of a `Rank`: (key, key of the head), arrival and index of the head, serial, group, 0, 0.
+        """
 
 
 class _Cursor:
@@ -76,11 +78,11 @@ class GroupedQueue(RankedQueue):
         self._groups: dict[str, _Group] = {}
         self._group_of: dict[RequestView, _Group] = {}
         self._order = SortedRanks()
-        """The places of the groups."""
+        """Order of the groups: the `place` of each."""
         self._headless: dict[_Group, None] = {}
-        """Groups whose head may have changed since they were placed."""
+        """Groups whose head may have changed since their `place` was set."""
         self._version = 0
-        """Counter that increases whenever the order of groups changes; also the serial number of the latest place."""
+        """Counter that increases whenever the order of groups changes; also the serial number of the newest `place`."""
 
     def peek(self, now: float) -> RequestView | None:
         """See `RequestQueue.peek`."""
@@ -130,7 +132,7 @@ class GroupedQueue(RankedQueue):
         """Heap with the next request of each group that was reached since the order of groups last changed."""
         places: Iterator[Rank] = iter(())
         reached: Rank | None = None
-        """Place of the first group that has not been reached yet."""
+        """The `place` of the first group that has not been reached yet."""
         version = -1
         while True:
             self._settle()

@@ -135,8 +135,8 @@ class HitsQueue(RankedQueue):
     reads_hits = True
     _readings: Readings
     _entries: dict[RequestView, int]
-    """Serial number that each request got when it was added or refreshed; its rank gets a new one when its key
-    changes.
+    """Serial number that each request got when it was added or refreshed. If the key changes when it is re-read,
+    the request's rank gets a new serial number, but this number stays.
     """
     _num_moves: int
     """Number of re-readings in which at least one key had changed."""

@@ -108,8 +108,8 @@ class KineticQueue(RankedQueue):
 
 
 class _Frontier:
-    """Iteration over all ranks in their order at time `now`, in O(log n) each, with a heap that holds the first rank of
-    each unread part.
+    """Iteration over all ranks in their order at time `now`, at a cost of O(log n) per rank. A heap holds the first
+    rank of each unread part.
 
     A part is a subtree of the tournament, represented by the head of its winner, or a group that is being read. The
     tournament may change during iteration: removals only make the places stored in the heap too early, which costs an

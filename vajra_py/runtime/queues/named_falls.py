@@ -1,10 +1,10 @@
-"""Queue for keys that may rise at any event, and fall only if the policy names the request, or at times that the policy
-gives.
+"""Queue for keys that may rise at any event, but fall only if the policy names the request, or at times that the policy
+gives in advance.
 
-Requests are sorted by their keys as last read. Keys that may have fallen, because the policy named the request or
-because a time given by the policy has come, are re-read before every query, so a request may be placed too early but
-never too late. The key of the first request is re-read before the request is returned: if the key has risen, the
-request moves back, in O(log n), and the next request is checked.
+Requests are sorted by their keys as last read. Before every query, keys that may have fallen are re-read: those of
+requests that the policy named, and those for which a time given by the policy has come. A request may therefore be
+placed too early but never too late. The key of the first request is re-read before the request is returned: if the key
+has risen, the request moves back, in O(log n), and the next request is checked.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ class NamedFallsQueue(RankedQueue):
         """Number of names read so far from `_fallen`."""
         self._order = SortedRanks()
         self._entries: dict[RequestView, int] = {}
-        """Serial number that each request got when it was added or refreshed; its rank gets a new one when its key
-        changes.
+        """Serial number that each request got when it was added or refreshed. If the key changes when it is re-read,
+        the request's rank gets a new serial number, but this number stays.
         """
         self._by_id: dict[str, RequestView] = {}
         self._num_falls = 0
         """Number of times that a request has moved forward."""
         self._asked_at = -inf
-        """Time of the last query, or a later one at which a request was added or refreshed; a query for an earlier time
-        re-reads all keys, because keys may be lower at that time although no fall was named.
+        """Time of the last query or, if that is later, the time at which a request was added or refreshed since. A
+        query for an earlier time than this re-reads all keys, because keys may have been lower then although no fall
+        was named.
         """
 
     def peek(self, now: float) -> RequestView | None:

@@ -1,6 +1,7 @@
 """Ranks of requests whose mutual order does not change with time.
 
-A rank is a plain tuple, because tuples compare at C speed and comparisons are most of what a queue does.
+A rank is a queue's entry for one waiting request: the tuple by which the request is sorted. It is a plain tuple because
+tuples compare at C speed, and comparisons are most of what a queue does.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any, Final, TypeAlias, cast
 from vajra_py.contract import RequestView
 
 Rank: TypeAlias = tuple[Any, float, int, int, RequestView, float, int]
-"""(key or intercept, arrival, index, serial, request, slope, tokens left).
+"""Entry of a waiting request in a queue: (key or intercept, arrival, index, serial, request, slope, tokens left).
 
-Serial numbers are unique within a queue and rise with each entry, so comparisons never reach the fields after the
-serial number. The slope is 0 if keys do not change with time.
+Serial numbers are unique within a queue and rise in the order in which they are given, so comparisons never reach the
+fields after the serial number. The slope is 0 if keys do not change with time.
 """
 
 KEY: Final = 0
@@ -35,13 +36,14 @@ _NOTHING: Final[frozenset[int]] = frozenset()
 
 
 class SortedRanks:
-    """Ranks in ascending order: adding one costs O(log n); reading or removing the first, and marking another as
-    removed, O(1).
+    """Ranks in ascending order. Adding a rank costs O(log n). Reading or removing the first rank costs O(1), and so
+    does marking another rank as removed.
 
-    Ranks are stored in sorted blocks, as in a list of sortedcontainers, which is not used because it would make up half
-    of a queue's cost. Finding a rank in the middle takes a cache miss per comparison and would be most of the cost of
-    an abort. With more than one block, ranks removed from the middle are therefore only marked; marked ranks are
-    deleted when they reach the front, or when they outnumber the others. The first rank is never marked.
+    Ranks are stored in sorted blocks, as in the lists of the library sortedcontainers. The library itself is not used,
+    because it would make up half of a queue's cost. To find a rank in the middle takes a cache miss per comparison and
+    would be most of the cost of an abort. If there are several blocks, ranks removed from the middle are therefore only
+    marked; marked ranks are deleted when they reach the front, or when they outnumber the others. The first rank is
+    never marked.
     """
 
     __slots__ = ("_blocks", "_gone", "_lasts", "_num_listed", "_version")

@@ -1,8 +1,9 @@
-"""Decision log: the policies' decisions as records in a Parquet file; a run of repeated decode steps is one record.
+"""Decision log: the policies' decisions as records in a Parquet file. A step is one record; a decode step and its
+repetitions share one record.
 
 A record has the changes since the replica's previous record: requests that joined or left the decodes, the chunks,
-preempted requests, ended requests, and the time at which each step of a run ended. `decision_reader` makes a row for
-each step. The same run gives the same bytes: the file does not contain the time of writing.
+preempted requests, ended requests, and the time at which each step of the record ended. `decision_reader` makes a row
+for each step. The same run gives the same bytes: the file does not contain the time of writing.
 """
 
 from __future__ import annotations
@@ -261,8 +262,8 @@ class _Counted(io.RawIOBase):
 
 
 class PoolMoves(NamedTuple):
-    """Data that is no longer known when a plan's step ends: changes of the decode pool, and chunks; flat numbers,
-    grouped as in `LISTS`.
+    """Data that is no longer known when a plan's step ends: changes of the decode pool, and chunks. Each field has the
+    numbers of its entries one after another, in the order of the columns in `LISTS`.
     """
 
     joined: Numbers

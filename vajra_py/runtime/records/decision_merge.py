@@ -1,4 +1,4 @@
-"""Merge the decision logs of the parts of a run into the log of the undivided run, to the byte."""
+"""Merge the decision logs of a run's parts into one log, with exactly the bytes of the undivided run's log."""
 
 from __future__ import annotations
 

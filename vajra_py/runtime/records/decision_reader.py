@@ -25,9 +25,9 @@ _RUNNING = KINDS[0]
 
 
 def read_decisions(path: Path) -> Iterator[Row]:
-    """Iterate over the rows of a log in the order in which steps completed or only preempted; steps that never
-    completed come last. At one tick, completed steps come before those that only preempted; remaining ties are broken
-    by replicaset and replica id.
+    """Iterate over the rows of a log in order of time: a step counts at the tick at which it completed or, if it only
+    preempted, at which it was formed. At one tick, completed steps come before those that only preempted; remaining
+    ties are broken by replicaset and replica id. Steps that never completed come last.
 
     If a killed process left the log unfinished (`is_cut`), the rows of its journal are read.
 

@@ -176,8 +176,8 @@ class Gate(Struct, frozen=True):
     Attributes:
         admits: True if waiting requests may get KV blocks.
         forms: True if steps are formed.
-        bars_preempted: True if the step that preempts a request must not admit it again, because one of its tokens is
-            still being computed.
+        bars_preempted: True if a step must not admit a request that the same step preempts, because one of the
+            request's tokens is still being computed.
     """
 
     tick: int

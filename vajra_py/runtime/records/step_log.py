@@ -33,8 +33,8 @@ LISTS = {
     "finished": ("finished", "finished_reason"),
 }
 """Lists of a record, with the columns of each; an entry has one number per column. Requests are identified by index.
-`chunk_after`: number of decodes before the chunk; -1: the first `decodes_at` chunks precede all decodes, the others
-follow them.
+`chunk_after`: number of decodes before the chunk; -1 for every chunk if no chunk is between decodes: the first
+`decodes_at` chunks are before all decodes, the others after them.
 """
 FIELDS = (
     *("replicaset", "replica_id", "step", "formed", "kept", "num_decodes", "decodes_at", "free_blocks", "num_waiting"),
@@ -51,7 +51,7 @@ FIELDS = (
 )
 """Integers of a record: those of the plan, of its features (from `batch_decodes` on), of its outcome, and the number of
 entries of each list. `kept`: tick at which the record was taken; `decodes_at`: number of chunks before the pool's
-decodes; `num_waiting_after`: number of waiting requests in the steps after the first, if the record is a run of steps.
+decodes; `num_waiting_after`: number of waiting requests in the steps after the first, if the record has several steps.
 """
 _ROW = Struct(f"<{len(FIELDS)}q")
 ROW_BYTES = _ROW.size
@@ -90,8 +90,8 @@ class PlanRepeats(NamedTuple):
     ended_at: array[int]
     """Tick at which each step ended."""
     growth: array[int]
-    """Number of decodes that took a block in each step after the first; the numbers repeat cyclically if there are more
-    steps.
+    """Number of decodes that took a block in each step after the first. If there are more such steps than numbers, the
+    numbers repeat cyclically.
     """
 
 

@@ -2,10 +2,10 @@
 the connector has sent them.
 
 Each time that a waiting request is considered, the connector is queried for the number of the request's tokens that it
-can load. Tokens are loaded within the step that admits the request (synchronous), or while steps run (asynchronous): an
-asynchronously loading request gets the blocks of all loaded tokens and waits; it does not count towards a step's limits
-on requests and tokens. An asynchronous load may not take blocks that prompts in progress still need, because a load makes
-no progress that would free blocks. A load that does not fit is refused like a request that lacks blocks.
+can load. Tokens are loaded within the step that admits the request (synchronous), or while steps run (asynchronous).
+A request with an asynchronous load gets blocks for all loaded tokens and waits; it does not count towards a step's
+limits on requests and tokens. An asynchronous load may not take blocks that prompts in progress still need, because a
+load makes no progress that would free blocks. A load that does not fit is refused like a request that lacks blocks.
 
 Waiting requests that hold blocks are offered for admission before others. Source: vLLM 0.33,
 `vllm/v1/core/sched/scheduler.py` (`kv_holding_waiting`) and `KVConnectorBase_V1`.
@@ -159,7 +159,7 @@ class ConnectedKv:
         self._computes: set[Request] = set()
         """Requests whose loaded KV was dropped because no request could run; they must run before loading again."""
         self._whole: set[Request] = set()
-        """Requests admitted in this step without an earlier load, all of whose missing tokens the step computes."""
+        """Requests admitted in this step without an earlier load, if the step computes all their missing tokens."""
         self._ahead: deque[FormedStep] = deque()
         """Steps that have not completed, if steps are formed ahead."""
 
@@ -203,7 +203,7 @@ class ConnectedKv:
                 yield own
 
     def _fits(self, request: Request) -> bool:
-        """Return True unless a request lacks a slot for its adapter; if it does, the connector is not queried."""
+        """Return True if a request needs no adapter, or its adapter has, or can get, a slot."""
         adapters = self._running_set.adapters
         return adapters is None or adapters.fits(request)
 
@@ -226,7 +226,7 @@ class ConnectedKv:
             self._lifecycle.load_again(request, now)
 
     def end_loads(self, now: float) -> None:
-        """Let the requests of ended loads wait to run (or wait again without KV), if they were not offered since."""
+        """Let each request whose load is over wait with the loaded KV or, if nothing was loaded, without KV again."""
         for request, load in list(self._loads.items()):
             if load.is_over:
                 self._end_load(request, load, now)
@@ -256,8 +256,8 @@ class ConnectedKv:
     # Admission
 
     def loads_beside_steps(self, request: Request) -> bool:
-        """Return True if the connector's answer in this step is to load tokens of a waiting request asynchronously; if
-        it is admitted, the request then computes nothing until the load has ended.
+        """Return True if the connector's answer in this step is to load tokens of a waiting request asynchronously.
+        If this request is admitted, it computes nothing until the load has ended.
         """
         found = self._matches.get(request)
         return found is not None and found[1].is_async and found[1].num_tokens > 0
@@ -269,9 +269,9 @@ class ConnectedKv:
         return num_local if found is None or found[1].is_async else num_local + found[1].num_tokens
 
     def blocks_needed(self, request: Request, num_tokens: int, *, in_steps: bool) -> int:
-        """Return the number of free blocks that admission needs: the blocks that the request takes (with `in_steps`,
-        the most that it holds at one time) or, if this is more, the blocks of its asynchronous load plus those reserved
-        for prompts in progress.
+        """Return the number of free blocks that admission needs. This is the number of blocks that the request takes
+        (with `in_steps`: that it holds at most at one time). If the request loads asynchronously, it is at least the
+        number of blocks of the load plus those reserved for prompts in progress.
         """
         memory = self._running_set.memory
         count = memory.blocks_needed_in_steps if in_steps else memory.blocks_needed
@@ -295,9 +295,9 @@ class ConnectedKv:
         return max(num_blocks, min(num_wanted, running_set.memory.num_blocks))
 
     def _num_reserved(self) -> int:
-        """Return the number of blocks to keep free for prompts in progress. Requests whose KV is being loaded, or whose
-        prompts are partly computed, need them for their known tokens and their first decode step with drafts. Blocks
-        for drafts of the request whose load is about to begin are added.
+        """Return the number of blocks to keep free. A request whose KV is being loaded, or whose prompt is partly
+        computed, still needs blocks for its known tokens and its first decode step with drafts. The request whose load
+        is about to begin needs blocks for its drafts.
         """
         memory, ahead = self._running_set.memory, self.rules.draft_tokens
         partial = (one for one in self._running_set.partial if one not in self._whole)
@@ -355,8 +355,8 @@ class ConnectedKv:
         return KvReport(received, sent, failed, frozenset(news.bad_blocks), news.num_returned)
 
     def num_tokens_of(self, request: Request) -> int | None:
-        """Return the number of leading tokens whose KV a request's present load covers or, for an ended request that
-        keeps its blocks, the number of leading tokens whose KV these hold; None for any other request.
+        """Return the number of leading tokens that a request's blocks hold after its present load. For an ended request
+        that keeps its blocks, return the number of leading tokens in these blocks; for any other request, None.
         """
         kept = self._kept.get(request)
         if kept is not None:

@@ -3,8 +3,8 @@
 A decode pool keeps the counters of every request that advances by one token a step. A step of the whole pool increments
 two integers; only requests that need a block, end, join or leave cost more.
 
-Invariants: between steps `num_committed == num_emitted`; a member's computed tokens are `num_committed + offset`, and
-exactly one of its known tokens is not computed.
+Invariants: between steps `num_committed == num_emitted`; a member has computed `num_committed + offset` tokens, with
+an offset that is constant while it is a member; exactly one of its known tokens is not computed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DecodePool:
         self._ordered: list[Request] | None = None
         self._growing: list[dict[Request, None]] = [{} for _ in range(block_size)]
         self._num_growing = array("q", [0] * block_size)
-        """Number of members in each of `_growing`."""
+        """Number of members in each element of `_growing`."""
         self._ends: dict[int, list[Request]] = {}
         self._offset_sum = 0
         self.num_committed = 0

@@ -146,8 +146,8 @@ class Lifecycle:
         return num_moved
 
     def give_up_kv(self, request: Request, now: float) -> None:
-        """Free the KV with which a waiting request arrived, or that was loaded for it, so that other requests can run;
-        this replica will recompute that KV.
+        """Free a waiting request's KV, which arrived with the request or was loaded for it, so that other requests can
+        run; this replica will recompute the KV.
         """
         running_set = self._running_set
         if running_set.memory.tiers is not None:

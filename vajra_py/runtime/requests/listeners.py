@@ -47,8 +47,8 @@ class Listeners(Struct, frozen=True):
 
     @property
     def listen_to_each_step(self) -> bool:
-        """True if a policy must be notified of the end of every single step, because it has no callback for runs of
-        equal steps.
+        """True if a policy must be notified of the end of every single step, because it has no callback for several
+        equal steps at once.
         """
         return len(self.step_ends) > len(self.step_runs)
 

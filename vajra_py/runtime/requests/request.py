@@ -158,8 +158,8 @@ class CountedTokens(NamedTuple):
 
 
 class SharedSteps:
-    """Steps of a group of requests that decode with drafts, all in the same steps; each step is stored once for the
-    group.
+    """Steps of a group of requests that decode with drafts. All requests of the group are in each of these steps, so
+    each step is stored once for the group.
 
     Attributes:
         requests: the group; empty once no further step can be added.
@@ -355,8 +355,8 @@ class Request(_Stated):
 
     @property
     def token_log(self) -> list[int | tuple[array[int], int, int]]:
-        """Times of the request's tokens: ticks of single tokens, and, for consecutive tokens from a decode pool, (the
-        pool's log of ticks, index of the first, index after the last; -1: the request is still in the pool).
+        """Times of the request's tokens. An entry is the tick of one token or, for consecutive tokens from a decode
+        pool, (the pool's log of ticks, index of the first tick, index after the last tick or -1 while in the pool).
         """
         self._enter_steps()
         return self._token_log
@@ -575,10 +575,10 @@ class DraftedOutputs:
     ) -> None:
         """Count the tokens that a step at this tick produced for decodes.
 
-        Each request gets its accepted drafts, after one more token that is counted here if `num_new` is 1 and was
-        counted before if it is 0. The caller must not change `num_drafts` and `num_accepted` afterwards. All is done in
-        loops over the requests' fields, because every decode of a step with drafts is counted here; if the requests are
-        the same as in the last call, they share one entry for the step.
+        Each request gets its accepted drafts. The token before them is counted here too if `num_new` is 1; it was
+        counted before if `num_new` is 0. The caller must not change `num_drafts` and `num_accepted` afterwards. For
+        speed, the fields of the requests are changed in plain loops, and if the requests are the same as in the last
+        call, they share one entry for the step.
         """
         shared = self._shared
         if requests and shared.requests == requests:

@@ -1,8 +1,8 @@
 """Requests that hold memory on a replica, in the orders that policies need.
 
-A resident request is in exactly one of four sets: the decode pool, the skipped decodes (left out of the last step, or
-advancing individually because of drafts), the partial prefills, or the requests in flight (part of a step that has not
-completed, under pipeline parallelism).
+A resident request is in exactly one of four sets: the decode pool; the skipped decodes, which were left out of the last
+step or advance individually because of drafts; the partial prefills; or, under pipeline parallelism, the requests in
+flight, which are part of a step that has not completed.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class Deferral(Struct, eq=False):
         until: tick at which the policy is called again; None: it is called when a request ends or the policy is woken.
         counted_from: tick from which the request's deferrals to a set time are counted.
         num_counted: number of these deferrals.
-        holds_rest: True if the replicaset's deferred requests that come after this one, by priority and then in order
-            of submission, wait as long as this one does (see `Defer`); without effect if `until` is set.
+        holds_rest: True if all later deferred requests of the replicaset, in the order of priority and then of
+            submission, wait as long as this request does (see `Defer`). Without effect if `until` is set.
         is_void: True if the policy was called again, or the request has ended.
     """
 
@@ -96,8 +96,8 @@ class AdmissionGate:
         replicasets: Mapping[str, Replicaset],
         models: Mapping[str, object] | None = None,
     ) -> None:
-        """Create the gate. `models`: model of each replicaset, if requests cannot be sent from one model to another;
-        None: they can.
+        """Create the gate. `models`: model of each replicaset, if the policy may send a request only to replicasets of
+        the same model; None: the policy may send a request to any replicaset.
         """
         self.name = name
         self.error: PolicyError | None = None
@@ -160,8 +160,8 @@ class AdmissionGate:
             self._timeless.add(request)
 
     def forget(self, request: Request, now: float) -> Deferral | None:
-        """Remove a request that has ended, or about which the policy has decided again, and store in the request the
-        seconds since its first deferral; return the request's deferral, None if it is not deferred.
+        """Remove the deferral of a request that has ended, or about which the policy has decided again, and store in
+        the request the seconds since its first deferral. Return the deferral; None if the request is not deferred.
         """
         deferral = self._deferred.pop(request, None)
         if deferral is None:

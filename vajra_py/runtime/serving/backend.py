@@ -31,8 +31,8 @@ class BackendReplica:
     replicas of a run are ordered by replicaset, as in the settings, and then by id.
     """
     free_at: int = field(default=0, kw_only=True)
-    """Tick from which the replica can take another step; `NEVER`: only after the step in flight has ended, or not at
-    all.
+    """Tick from which the replica can take another step. `NEVER`: the tick is not known before the step in flight ends,
+    or the replica takes no further steps.
     """
     is_idle: bool = field(default=True, kw_only=True)
     """True if no step could be formed, and the first pipeline stage is free; later stages may still execute steps."""
@@ -57,8 +57,8 @@ class Transfer(Struct, Generic[R], eq=False):
 
     Attributes:
         number: position among the transfers of its replicaset.
-        start: first token whose KV the target lacks; a KV block begins with it.
-        end: token after the last one.
+        start: position of the first token whose KV the target lacks, which is the start of a KV block.
+        end: position after the last token whose KV the target lacks.
     """
 
     number: int
@@ -74,7 +74,7 @@ class TierCopy(Struct, Generic[R], frozen=True, eq=False):
 
     Attributes:
         number: position among the transfers between tiers of its replicaset.
-        is_upward: True from the tier to the device.
+        is_upward: True if the copy goes from the tier to the device; False if from the device to the tier.
         pairs: (device block, slot in the tier) of each block.
     """
 
@@ -92,14 +92,14 @@ class Backend(Protocol[S]):
     def launch(self, replica: S, plan: StepPlan) -> int:
         """Begin to execute a plan; return the tick from which the replica can take another one.
 
-        `NEVER`: the replica can take another plan once this one has completed or, with pipeline stages, once the driver
-        has handled the `Phase.STAGE_END` that the backend pushes for this one. The backend pushes the step's end as
-        `(replica, anything, replica.epoch)`, with the replica's rank.
+        `NEVER`: the replica can take another plan once this one has completed. With pipeline stages, it can do so
+        earlier: once the driver has handled the `Phase.STAGE_END` that the backend pushes for this plan. The backend
+        pushes the step's end as `(replica, anything, replica.epoch)`, with the replica's rank.
         """
 
     def cancel(self, replica: S) -> int:
         """Cancel the replica's steps; return the tick from which the replica is free. `NEVER`: the backend will call
-        `Driver.freed` when it is free.
+        `Driver.freed` when the replica is free.
         """
 
     # Handlers of events whose payload the backend defines
@@ -170,27 +170,29 @@ class FastForward(Protocol[S]):
         """Apply every ended step of a replicaset; steps in flight continue."""
 
     def sync_before(self, replica: S) -> None:
-        """Apply those steps of the replicaset's other replicas that ended before the step of this replica, which ends
-        now; simultaneous ends are ordered by rank.
+        """Apply the steps of the replicaset's other replicas that ended before this replica's step, which ends now.
+        Steps that end now count as ended before if their replica has a lower rank.
         """
 
     def on_queued(self, replica: S) -> None:
-        """Apply a replica's ended steps, because a request has joined its queue; end the run of steps if it depends on
-        the queue.
+        """Apply a replica's ended steps, because a request has joined its queue; end the run of equal steps if these
+        steps depend on the queue.
         """
 
     def interrupt(self, replica: S, *, up_to_now: bool = True) -> None:
         """Apply a replica's ended steps and end the run of steps with the step in flight, because the replica's
         requests are about to change.
 
-        `up_to_now`: also apply a step that ends now, as it precedes the change.
+        `up_to_now`: True to apply also a step that ends now, because its end precedes the change.
         """
 
     def catch_up(self, replica: S, *, up_to_now: bool = True) -> None:
         """Apply a replica's ended steps; the run of steps continues. `up_to_now`: see `interrupt`."""
 
     def shorten(self, replica: S) -> None:
-        """End the run with the last step that is still certain to repeat: blocks were taken after `catch_up`."""
+        """End the run of equal steps with the last step that certainly has enough blocks, because other requests took
+        blocks after `catch_up`.
+        """
 
     def interrupt_all(self, replicaset: str) -> None:
         """Call `interrupt` for every replica of a replicaset."""

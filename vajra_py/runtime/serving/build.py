@@ -107,15 +107,15 @@ class Services(Struct, frozen=True):
     pools: Mapping[str, ReplicasetModel] = field(default_factory=dict)
     """Models of one replicaset by pool, if its pools have different devices."""
     served_models: Mapping[str, object] | None = None
-    """Model of each replicaset, if a request for one model cannot be served by another model; None: any replicaset may
-    serve any request.
+    """Model of each replicaset, if the admission policy may send a request only to replicasets of the request's model;
+    None: it may send a request to any replicaset.
     """
     diary: PolicyDiary = field(default_factory=PolicyDiary)
     """Figures that the policies emit, and the names of policies that read unknown output lengths."""
     alarms: AlarmClock = field(default_factory=AlarmClock)
     """Wake-ups that the policies set."""
     draft_times_s: tuple[float, float] = (0.0, 0.0)
-    """Times in seconds that drafting adds to a step with drafts: (once for the step, for each of its drafts)."""
+    """Seconds that drafting adds to a step with drafts: (fixed time per step, time per draft)."""
     make_memory: Callable[[ReplicaConfig, ReplicaLimits, Retention | None], KvMemory] | None = None
     """Function that builds the KV memory of a replica; None: `build_memory`."""
     make_replica: Callable[[ReplicaParts], Replica] = Replica
@@ -498,8 +498,8 @@ def _build_retention(
 
 
 def _order_of(retention: Retention | None, registry: Registry) -> Retention | None:
-    """Return the retention policy that the memory must call to choose the blocks to evict; None if there is no policy,
-    or if the policy evicts blocks in the order of their release, as the memory does without a policy.
+    """Return the retention policy that the memory must call to choose the blocks to evict. None if there is no policy,
+    or if the policy evicts blocks in the order of their release: the memory does this by itself.
     """
     if retention is None or registry.retention_policy(retention.name).spec.follows_release:
         return None
@@ -525,8 +525,8 @@ def _hand_off_rules(name: str, settings: ReplicasetConfig, plans: Sequence[Repli
 
 
 def _parts_of_steps(where: str, settings: ReplicasetConfig, plans: Sequence[ReplicaPlan]) -> int:
-    """Return `HandOffRules.num_parts`. Raises `ConfigError` if the settings require KV to be sent while the prompt is
-    computed and this is impossible.
+    """Return `HandOffRules.num_parts`: the number of layers if KV is sent layer by layer, else 1. Raises `ConfigError`
+    if the settings require KV to be sent while the prompt is computed, but this is impossible.
     """
     overlap, num_layers = settings.hand_off.overlap, settings.hand_off.num_layers
     if overlap != "none" and any(plan.limits.pipeline_stages > 1 for plan in plans):

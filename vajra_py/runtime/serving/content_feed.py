@@ -16,8 +16,9 @@ from vajra_py.runtime.serving.replica import Replica
 
 
 class ContentFeed:
-    """Events of all replicas of a replicaset, in order of time. Each time before the replicaset scheduler is called
-    for a request or for a pull, the policies get the events that are at least `lag_s` old.
+    """Events about the cache content of all replicas of a replicaset, in order of time. Before each call of the
+    replicaset scheduler, to place a request or to let a replica pull requests, the policies get the events that are at
+    least `lag_s` old.
     """
 
     def __init__(self, replicas: Sequence[Replica], lag_s: float) -> None:

@@ -453,8 +453,8 @@ class Controller:
         return error.at(replica.replica_id, replica.num_steps)
 
     def _stalled_gate(self, gate: AdmissionGate) -> PolicyError | None:
-        """Return the error of an admission policy that defers requests without a time although nothing will change;
-        None if there are no such requests.
+        """Return the error of an admission policy that defers requests until something changes, although nothing will
+        change; None if no request is deferred in this way.
         """
         if not gate.waits_for_change:
             return None
@@ -499,8 +499,9 @@ class Controller:
 
 
 def _to_blame_for(standing: Sequence[Request]) -> Request:
-    """Return the request that identifies the policy to blame. If no request is held, it is the first one. Otherwise it
-    is a running request, or else a held one, which occupies blocks that the other requests may be waiting for.
+    """Return the request that identifies the policy to blame. Without held requests, return the first request.
+    Otherwise return a running request, or a held one if none runs: the others may be waiting for blocks of this
+    request.
     """
     states = {one.state for one in standing}
     if RequestState.HELD not in states:

@@ -57,8 +57,8 @@ class Drains(Generic[R]):
         """Begin the migrations that are possible now.
 
         If some replica may have gained room since the last call (`room_changed`), all draining replicas are considered.
-        Otherwise, only those that have admitted a request since they were last considered. `ended`: the replica whose
-        step has just ended; the others are then considered only if room may have been gained.
+        Otherwise, a draining replica is considered if it has admitted a request since it was last considered. `ended`:
+        check this only for this replica, whose step has just ended; None: check it for all.
 
         Raises `PolicyError` if the replicaset scheduler, which chooses targets, breaks the contract.
         """

@@ -87,14 +87,15 @@ class DriverOptions(Struct, frozen=True):
 
     Attributes:
         check_every_steps: number of steps between two calls of `Controller.check_conservation`; 0: no calls.
-        expires: True if requests expire, idle programs end, and the admission policy is called again for deferred
-            requests, each at its time on the clock; False: only inputs cause this.
+        expires: True if the driver itself lets requests expire, ends idle programs, and calls the admission policy
+            again for deferred requests, each at its time on the clock; False: only when an input requires it.
         times_transfers: True if the duration of KV transfers is modelled from the links, and that of adapter loads is
             taken from the settings; False: each transfer ends with a `TransferEnd` (between memory tiers, a `TierEnd`),
             each load with an `AdapterEnd`.
-        wakes: True if policies are woken, scalers are called, and hand-offs to full targets are tried again (if
-            transfers are untimed), each at its time on the clock; False: only inputs cause this.
-        serves: True if requests may arrive that no event announces, so that wake-ups continue when no request is left.
+        wakes: True if the driver itself wakes policies, calls scalers, and (if transfers are untimed) retries hand-offs
+            to full targets, each at its time on the clock; False: only when an input requires it.
+        serves: True if requests may arrive at any time, without an earlier event; wake-ups then continue when no
+            request is left.
         isolates_policies: True if a policy that breaks the contract takes its replicaset out of service instead of
             ending the run.
     """
@@ -116,14 +117,14 @@ class Driver(Generic[R]):
         now: the present tick.
         until: tick up to which `run_until` runs.
         num_steps: number of steps launched so far.
-        events: future events. Payloads by phase: `STEP_END` (replica, anything, epoch), `STAGE_END` (replica, plan,
-            epoch), `FAILURE` a `Failure`, `Restart`, `Abandonment` or `Control`, `SCALING` a `Start`, a `ReplicaChange`
-            or the name of a replicaset whose scaler is called, `TIER` the name of a replicaset, a `TierEnd`, a
-            replica's `SwapMoves` or an `AdapterEnd`, `TRANSFER` a `TransferEnd`, a `Retry`, or the name of a replicaset
-            whose links are modelled, `ADMISSION` a `Deferral`, the id of a request, or None for all requests deferred
-            without a time, `EXPIRY` a request or an id, `ABORT` an id, `PROGRAM` a program with its activity, or an id,
-            `WAKE` an `Alarm` or a `WakeUp`, `FORM` a replica, or the name of a replicaset whose shared queue is
-            offered; the backend defines those of `ARRIVAL` and `POLICY`.
+        events: future events, with these payloads by phase. `STEP_END`: (replica, anything, epoch); `STAGE_END`:
+            (replica, plan, epoch); `FAILURE`: a `Failure`, `Restart`, `Abandonment` or `Control`; `SCALING`: a `Start`,
+            a `ReplicaChange`, or the name of a replicaset whose scaler is called; `TIER`: the name of a replicaset, a
+            `TierEnd`, a replica's `SwapMoves`, or an `AdapterEnd`; `TRANSFER`: a `TransferEnd`, a `Retry`, or the name
+            of a replicaset whose links are modelled; `ADMISSION`: a `Deferral`, the id of a request, or None for all
+            requests deferred without a time; `EXPIRY`: a request or an id; `ABORT`: an id; `PROGRAM`: a program with
+            its activity, or an id; `WAKE`: an `Alarm` or a `WakeUp`; `FORM`: a replica, or the name of a replicaset
+            whose shared queue is offered; `ARRIVAL` and `POLICY`: defined by the backend.
     """
 
     def __init__(
@@ -511,7 +512,7 @@ class Driver(Generic[R]):
         self.wake(one)
 
     def verify(self, one: R, accepted: Mapping[Request, int]) -> None:
-        """Count the accepted drafts of an earlier step, which were not known when it ended."""
+        """Count the accepted drafts of an earlier step; they were not known when that step ended."""
         ended = one.replica.verify(accepted, self.now)
         if ended:
             self.controller.settle(ended, self.now)
@@ -540,8 +541,8 @@ class Driver(Generic[R]):
     def wake(self, one: R, *, at_once: bool = False) -> None:
         """See `DriverServices`. `at_once`: the replica may form the step now if no other event of this tick is left.
 
-        Pass True only if this call is the last action of the present event: the event queue does not show which of its
-        actions are left.
+        Pass True only if this call is the last action of the present event: the event queue does not contain further
+        actions of that event.
         """
         if one.form_pending or one.free_at > self.now or one.replica.num_in_flight >= one.num_stages:
             return
@@ -706,7 +707,7 @@ class Driver(Generic[R]):
     def _look_after(
         self, movement: Movement[R], one: R, ended: Sequence[tuple[Request, EndReason]], *, has_freed: bool = True
     ) -> None:
-        """Continue moves of requests that wait for the end of a replica's step, or for blocks of the replica. Raises
+        """Continue the moves that wait for the end of a replica's step or for blocks of the replica. Raises
         `PolicyError`.
         """
         movement.step_ended(one, ended, has_freed=has_freed)
@@ -730,8 +731,8 @@ class Driver(Generic[R]):
         return all(event[1] in phases for event in self.events.heap)
 
     def _set_alarm(self, alarm: Alarm) -> None:
-        """Schedule a wake-up. If it is due now and steps were formed in this tick already, it is scheduled a tick
-        later, because a replay would handle it before these steps.
+        """Schedule a wake-up for its time. If that time is now and steps were formed in this tick already, schedule it
+        a tick later: a replay would handle a wake-up of this tick before these steps.
         """
         earliest = self.now + 1 if self._formed_at == self.now else self.now
         self.events.push(max(earliest, alarm.tick), Phase.WAKE, alarm)
@@ -964,8 +965,8 @@ class Driver(Generic[R]):
             self._backend.on_placed(request, replicas if replica is None else (replicas[replica.replica_id],))
 
     def _read_declarations(self) -> None:
-        """Update, from the declarations of the present policies, in which replicasets a policy may read replicas other
-        than the one that an event concerns.
+        """Read from the declarations of the present policies in which replicasets a policy may read more than the
+        replica that an event concerns.
         """
         replicasets = self.controller.replicasets.items()
         self._looks_at_arrivals = frozenset(name for name, one in replicasets if _looks_at_arrivals(one))
@@ -976,13 +977,13 @@ class Driver(Generic[R]):
             if one.listeners.across_replicas or (name in self._movements and one.listeners != NOBODY)
         )
         self._looks_if_waiting = frozenset(name for name in listening if not self._looks_always(name))
-        """Replicasets whose policies listen to events, but are not called while a replica forms a step and no request
-        waits.
+        """Replicasets whose policies listen to events, but are not called while a replica without waiting requests
+        forms a step.
         """
         forming = frozenset(name for name in listening if not self._looks_never(name))
         self._syncs_forming = frozenset() if self.fast_forward is None else forming
-        """Replicasets whose ended steps are all applied before one of their replicas forms a step, because a policy
-        that listens to events may read requests of other replicas.
+        """Replicasets in which a policy that listens to events may read requests of other replicas while a replica
+        forms a step. All their ended steps are therefore applied before.
         """
 
     def _looks_always(self, name: str) -> bool:

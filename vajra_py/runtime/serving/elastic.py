@@ -125,11 +125,11 @@ class Elasticity(Generic[R]):
             self.place_shared(name)
 
     def place_shared(self, name: str) -> None:
-        """Bind the requests of the shared queue to replicas if prompts must wait for blocks of their target. Raises
-        `PolicyError`.
+        """Bind the requests of the shared queue to replicas if a prompt is computed only after blocks were reserved on
+        the replica that continues the request. Raises `PolicyError`.
 
-        A replica that pulled a prompt would compute it without blocks on a target, and requests with and without such
-        blocks could wait for each other.
+        A replica that pulled a prompt would compute it without reserved blocks. Requests with and without reserved
+        blocks could then wait for each other.
         """
         replicaset = self._driver.controller.replicasets[name]
         if replicaset.hand_off is not None and replicaset.hand_off.reserves_first and len(replicaset.shared):

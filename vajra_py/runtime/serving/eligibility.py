@@ -113,8 +113,8 @@ class RequestBounds:
         prompt and one token.
 
         An explicit `max_tokens` is reduced only to `max_model_len`; whether KV memory has room is checked by `holders`.
-        Without `max_tokens`, the limit is that of the smallest replica with room for the prompt, so that the request
-        can run on every replica with room for the prompt.
+        Without `max_tokens`, the limit is that of the smallest replica with room for the prompt. The request can then
+        run on every replica with room for the prompt.
         """
         if max_tokens is not None:
             return min(max_tokens, self.max_model_len - num_prompt_tokens)

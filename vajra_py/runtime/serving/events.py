@@ -19,7 +19,7 @@ class Phase(IntEnum):
     STEP_END = 0
     """A step has completed."""
     FAILURE = 1
-    """A replica is lost, is restored, or is no longer waited for, or the backend acts on it (`Control`)."""
+    """A replica is lost or restored, the wait for a lost replica ends, or the backend acts on a replica (`Control`)."""
     STAGE_END = 2
     """A step has left the first stage of a pipeline."""
     TRANSFER = 3
@@ -59,7 +59,7 @@ class EventQueue:
         heappush(self.heap, (tick, phase, rank, self._sequence, payload))
 
     def bring_forward(self, now: int) -> None:
-        """Move every event due by `now` to `now`; within a phase, events keep their order."""
+        """Move every event due by `now` to `now`; events of the same phase and rank keep their order."""
         due = []
         while self.heap and self.heap[0][0] <= now:
             due.append(heappop(self.heap))

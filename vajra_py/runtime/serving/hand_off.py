@@ -90,7 +90,7 @@ class HandOff(Struct, Generic[R], eq=False):
     None: nothing was sent.
     """
     num_announced: int = 0
-    """Number of leading tokens that observers were notified of when sending began."""
+    """Number of leading tokens whose KV was to be sent, as announced to observers when sending began."""
 
 
 class HandOffs(Generic[R]):
@@ -124,8 +124,8 @@ class HandOffs(Generic[R]):
         """Hand-offs that wait for blocks of a target, by the target's id, in the order in which they will get blocks.
         """
         self._asked_while_busy: set[int] = set()
-        """Ids of targets that were busy when blocks were to be reserved; their waiting hand-offs are continued when
-        their step ends.
+        """Ids of targets that were busy when blocks were to be reserved. The hand-offs that wait for such a target are
+        continued when the target's step ends.
         """
         self._stayed: dict[Request, int] = {}
         """Requests that arrived at a replica or stayed there, with their number of computed tokens at that time: they
@@ -211,8 +211,8 @@ class HandOffs(Generic[R]):
             self._reserve(target)
 
     def _join_line(self, one: HandOff[R], target: R) -> None:
-        """Queue a request for blocks of its target. A request whose prompt is computed comes before all requests whose
-        prompts are not, because it holds blocks at its source.
+        """Queue a request for blocks of its target. A request whose prompt is computed holds blocks at its source, and
+        therefore comes before all requests whose prompts are not computed.
         """
         line = self._lines.get(target.replica.replica_id)
         if line is None:
@@ -419,8 +419,8 @@ class HandOffs(Generic[R]):
             self._reserve(one)
 
     def freed(self, one: R, *, has_looked: bool = False) -> None:
-        """Continue hand-offs that wait for blocks of a replica, because blocks may have become free. `has_looked`:
-        `step_ended` was just called, which reserves blocks itself if reservations are made one at a time.
+        """Continue hand-offs that wait for blocks of a replica, because blocks may have become free. `has_looked`: True
+        if `step_ended` was just called, which already reserves blocks if reservations are made one at a time.
         """
         if self._lines.get(one.replica.replica_id) and not (has_looked and self._one_at_a_time):
             self._reserve(one)
@@ -481,8 +481,8 @@ class HandOffs(Generic[R]):
         return False
 
     def send_last(self, request: Request, ends: tuple[R, R], num_copied: int) -> None:
-        """Send the last KV of a migrating request that was stopped; blocks of the target are reserved for all KV of the
-        request.
+        """Send the remaining KV of a migrating request that was stopped. The target has already reserved blocks for all
+        KV of the request.
         """
         source, target = ends
         self.recall_prompt(request)

@@ -94,7 +94,7 @@ class Migrations(Generic[R]):
                 request, f"calls back a request whose {num_tokens} tokens fit on no replica that computes prompts"
             )
         if request.state is not RequestState.RUNNING:
-            self._end(request, PREEMPTED)  # a migration begun while the request was running ends
+            self._end(request, PREEMPTED)  # end a migration that began while the request was running
         if request.state in _MOVABLE_WAITING and request not in self._replicaset.held_back:
             self._move_waiting(request, move.target, move.reason)
         elif request.state is RequestState.RUNNING and move.target is not None:

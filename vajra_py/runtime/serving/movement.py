@@ -36,7 +36,7 @@ class Movement(Generic[R]):
         self.attends_steps = self.hand_offs.follows_steps
         self.waiting = self._transfers.waiting
         """Actions that wait for the end of a step (`Transfers.waiting`). If there are none and `attends_steps` is
-        False, `step_ended` is needed only if memory was freed, a request has left, or a replica drains.
+        False, `step_ended` must be called only if memory was freed, a request has left, or a replica drains.
         """
         self._migrations = Migrations(replicaset, rules.migration, self._transfers, self.hand_offs, driver)
         self._drains = Drains(replicaset, self._migrations, driver)

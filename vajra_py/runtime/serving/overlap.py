@@ -1,9 +1,9 @@
 """Transfers of a prompt's KV while the prompt is computed, layer by layer or chunk by chunk, to blocks reserved before.
 
-The KV that a step computes for a prompt becomes available in equal parts during the step, one for each layer (or all at
-once when the step ends), and is then sent over the links. KV that the source need not compute (from its prefix cache or
-from the host) is available when the prompt begins. At the end of the prompt, only KV that the links could not carry yet
-is left to send, which is at least the last part.
+The KV that a step computes for a prompt becomes available in equal parts during the step, one for each layer, or all at
+once when the step ends. Available KV is sent over the links. KV that the source need not compute (from its prefix cache
+or from the host) is available when the prompt begins. At the end of the prompt, only KV that the links could not carry
+yet is left to send, which is at least the last part.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Overlap(Generic[R]):
         return True
 
     def prompt_done(self, one: HandOff[R]) -> None:
-        """Close a transfer, so that it ends once all computed KV has arrived, which may be less than was announced."""
+        """Close a transfer: it ends once all computed KV has arrived, even if this is less KV than was announced."""
         first = one.hit if self._moves_missing else 0
         is_whole = one.num_tokens == one.num_announced
         self._transfers.close(one, None if is_whole else max(0, one.num_tokens - first))

@@ -248,8 +248,8 @@ class Policies:
         return listeners_among([*shared, own, *self.beside, *retained])
 
     def pins(self, replica_id: int) -> Callable[[RequestView, float], float] | None:
-        """Return a function of (request that ends on the replica, time) that returns the seconds for which the
-        replica's retention policy pins the request's content; None if the policy pins nothing.
+        """Return the function by which a replica's retention policy pins content; None if the policy pins nothing.
+        Given a request that ends on the replica, and the time, it returns the seconds to pin the request's content.
         """
         retained = self.retention[replica_id]
         if retained is None or not isinstance(retained.policy, PinsContent):

@@ -86,9 +86,9 @@ def check_reach(config: SystemConfig, controller: Controller) -> None:
 def _unreached(replicaset: Replicaset) -> Sequence[str]:
     """Return the pools that the scheduler never uses.
 
-    If requests are handed off and the scheduler does not choose the replicas for requests whose prompt is computed,
-    only prefill pools are checked, since any decode replica may be chosen. With a scaler, no pool is checked: running
-    requests of draining replicas may move to any pool.
+    If requests are handed off, and the scheduler does not choose their replicas after the prompt, only prefill pools
+    are checked: any decode replica may be chosen then. With a scaler, no pool is checked: running requests of draining
+    replicas may move to any pool.
     """
     scheduler = replicaset.scheduler
     if not isinstance(scheduler, LeavesOutPools) or replicaset.scaling is not None:

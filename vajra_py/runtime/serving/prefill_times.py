@@ -23,7 +23,7 @@ class PrefillTable(Struct, frozen=True):
 
 
 class ReplicasetPrefillTime:
-    """`PrefillTime` on the fastest kind of replica that has room for the prompt; if none has, on the fastest of all."""
+    """`PrefillTime` on the fastest kind of replica that has room for the prompt; if none has room, on the fastest kind."""
 
     __slots__ = ("tables",)
 

@@ -172,7 +172,7 @@ class Replica:
         self._awaits_reports = False
         """True if each step's results also report events outside the replica, such as ended KV transfers."""
         self._late_tokens: deque[Sequence[tuple[Request, int]]] = deque()
-        """Tokens of ended steps, one entry per step, that await the step's connector report or accepted drafts."""
+        """Tokens of ended steps whose connector report or accepted drafts have not arrived yet; one entry per step."""
         self._joins_at_once = False
         """True if requests that arrive with their KV join the decode pool before their first step, not after it."""
         self.forms_steps = True
@@ -312,7 +312,7 @@ class Replica:
         return []
 
     def abort(self, request: Request, reason: EndReason, now: float, detail: str = "") -> bool:
-        """Abort a request of this replica; return False if its step must complete first."""
+        """Abort a request of this replica; return False if the request ends only with the step in flight."""
         if request.state is not _RUNNING:
             self._output_limits.pop(request, None)
             self.lifecycle.end_waiting(request, reason, now, detail)
@@ -470,7 +470,7 @@ class Replica:
 
     def _release_pin(self, now: int) -> bool:
         """End a pin, because the policy can run no request; return False if the policy is idle on purpose, a step is in
-        flight, an adapter is being loaded, or no block would be free without pins.
+        flight, an adapter is being loaded, or the end of a pin would free no block.
         """
         if self.num_in_flight or self._waits(now):
             return False
@@ -494,7 +494,7 @@ class Replica:
 
     def _give_up_kv(self, now: int) -> bool:
         """Free the KV of the least urgent waiting request that has KV, because the policy can run no request; return
-        False if there is none, a step is in flight, or a connector's report may still let a request run.
+        False if no waiting request has KV, a step is in flight, or a connector's report may still let a request run.
         """
         running_set, connected, seconds = self.running_set, self._connected, to_seconds(now)
         if self.num_in_flight:
@@ -604,17 +604,18 @@ class Replica:
     # Repeated decode steps
 
     def num_repeats(self, plan: StepPlan) -> int:
-        """Return `Repeats.num_alike`, but 0 if an observer gets every step. Also return 0 if a request may move to or
-        from this replica after this step, or if a connector report may arrive.
+        """Return the number of further steps that are certain to repeat this one (`Repeats.num_alike`). Return 0 if an
+        observer gets every step, if a request may move to or from this replica after this step, or if a connector
+        report may arrive.
         """
         # A request handed off while this step was formed may have to stay; the next step then has one more decode.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
-        # If the replica drains by migration, the requests that this step admits are moved to other replicas after it.
+        # If the replica drains by migration, the requests that this step admits move to others after the step.
         moves_on = self.drains_by_migration and plan.chunks
         return 0 if self._step_watchers or is_awaited or moves_on else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
-        """Store the present number of waiting requests, which observers get for repetitions from now on."""
+        """Store the present number of waiting requests; observers get this number for repeated steps from now on."""
         if self._end_watchers or self._step_logs:
             self._num_waiting_in_run = self.running_set.num_waiting
 
@@ -667,7 +668,9 @@ class Replica:
                 self._land(request)
 
     def may_end(self, plan: StepPlan, result: StepResult) -> bool:
-        """Return False if it is certain that no request ends with this step, whose result has not been applied yet."""
+        """Return True if a request may end with this step, False if certainly none does; the step's result is not
+        applied yet.
+        """
         if result.stopped or result.failed or result.report is not None or self._to_abort or plan.drafts:
             return True
         if plan.pool is not None and plan.pool.ending_in_flight():
@@ -704,8 +707,8 @@ class Replica:
         if result.stopped or result.failed:
             known = done if lost is None else [*done, *lost.running]
             done += [one for one in dict.fromkeys((*result.stopped, *result.failed)) if one not in known]
-        # Requests that were aborted while the step was computed free their blocks before requests that end with the
-        # step, because they left earlier.
+        # First free the blocks of requests that were aborted while the step was computed: they left earlier than the
+        # requests that end with the step.
         aborted = self._abort_pending(set(done), to_seconds(now)) if self._to_abort else []
         finished = self._finish_all(plan, done, result, to_seconds(now)) if done else []
         if work is not None:
@@ -743,8 +746,8 @@ class Replica:
         return {one: known[one.index] for one in self.running_set.unverified if one.index in known}
 
     def verify(self, accepted: Mapping[Request, int], now: int) -> list[tuple[Request, EndReason]]:
-        """Count the accepted drafts of an earlier step, which were not known when it ended; return the requests that
-        end now.
+        """Count the accepted drafts of an earlier step, which were not known when that step ended; return the requests
+        that end now.
 
         A request that has reached its output limit and is part of a step formed meanwhile ends with that step.
         """
@@ -754,8 +757,8 @@ class Replica:
         self.running_set.unverified = {}
         requests, num_accepted = list(before), list(map(accepted.get, before, repeat(0)))
         num_drafts = [0 if one.is_padding else one.num_drafts for one in before.values()]
-        # Requests at these places may have stopped running or may end now. All others continue to decode outside the
-        # pool, and their drafts are counted in bulk.
+        # Positions in `requests` of those that may have stopped running or may end now. All others continue to decode
+        # outside the pool, and their drafts are counted in bulk.
         apart = [
             place
             for place, (one, count) in enumerate(zip(requests, num_accepted, strict=True))
@@ -776,8 +779,8 @@ class Replica:
     def _verify_apart(
         self, request: Request, num_drafts: int, num_accepted: int, now: int
     ) -> list[tuple[Request, EndReason]]:
-        """Count the verified drafts of a request that may no longer run or may reach its output limit; return it with
-        the reason if it ends now. No drafts are counted if it has ended already.
+        """Count the verified drafts of a request that may no longer run or may reach its output limit. Return the
+        request with the reason if it ends now, else no request. If it has ended already, no drafts are counted.
         """
         if request.state is _ENDED:
             return []
@@ -847,7 +850,7 @@ class Replica:
         return ended
 
     def _withdraw_kept(self, connected: ConnectedKv, bad_blocks: frozenset[int]) -> None:
-        """Remove from the prefix cache all blocks of each ended request that keeps a block whose load failed."""
+        """Remove from the prefix cache all blocks of each ended request that still holds a block whose load failed."""
         for request in connected.kept:
             if not bad_blocks.isdisjoint(self.memory.block_table(request)):
                 self.memory.withdraw_blocks(request, 0)
@@ -999,8 +1002,8 @@ class Replica:
         return kind != MOVED and request.stays_at != self.replica_id and request not in self._to_abort
 
     def _hold(self, request: Request, now: int, done: list[Request]) -> None:
-        """Set the state of a request, whose prompt is computed, to HELD, so that it is handed off; if its first token
-        is its last, add it to `done` instead.
+        """Set the state of a request to HELD after its prompt, so that the request is handed off. If the request ends
+        with its first token, add it to `done` instead.
         """
         if self.gives_first_token:
             num_outputs = request.add_output(now)

@@ -147,8 +147,8 @@ class Replicaset:
         self.tiers: TierMovesRules | None = None
         """Links and rules of the memory tiers below the replicas' devices; None if there are no tiers."""
         self.swaps: Sequence[SwapRules | None] = ()
-        """Rules of each replica for swaps while steps run (None: it swaps between steps); empty if no replica has such
-        rules.
+        """Rules of each replica for swaps while steps run (None: the replica swaps between steps); empty if no replica
+        has such rules.
         """
         self.held_back: dict[Request, None] = {}
         """Requests that are bound to a prefill replica, but are queued only when a decode replica has blocks for them;
@@ -157,7 +157,7 @@ class Replicaset:
         self.newly_held_back: list[Request] = []
         """Requests held back for which no target has been sought yet."""
         self.out_of_service = ""
-        """Error of a policy because of which this replicaset takes no requests; empty if there is none."""
+        """Text of the policy error that took this replicaset out of service; empty if the replicaset is in service."""
         self.bind_policy(scheduler, scheduler_name)
 
     def add_replicas(
@@ -223,7 +223,7 @@ class Replicaset:
             second = None if self.policies is None else self.policies.decode_scheduler
             place = assign if second is None else second.assign
         self._place = place, place if around is None else around(self.name, layer, name, place)
-        """Method that places requests whose prompt is computed, and the function to call: the method or its wrapper."""
+        """(Method that places requests whose prompt is computed, function to call: this method or its wrapper)."""
         for replica in self.replicas:
             replica.hands_off = self._hands_off(replica)
         self._eligible.clear()
@@ -355,8 +355,8 @@ class Replicaset:
         return any(self._may_serve(one.replica_id) for one in self.eligible(request, now))
 
     def can_go_on(self, request: Request, now: float) -> bool:
-        """Return True if a request can continue: the replica to which it is bound forms steps, or a replica on which it
-        may be placed is up.
+        """Return True if a request can continue. A bound request needs its replica to form steps, a held one needs a
+        decode replica that is up, and any other one needs an eligible replica that is up.
         """
         if request.state is RequestState.HELD:
             return any(self.is_up(one.replica_id) for one in self.bounds.holders(request).of_decodes)
@@ -526,8 +526,8 @@ class Replicaset:
     def _assign(
         self, request: Request, candidates: Sequence[Replica], allowed: Sequence[Replica], now: float
     ) -> int | None:
-        """Return the scheduler's choice among the candidates, a subset of the allowed replicas; if it chooses another
-        replica, call it again with all allowed ones.
+        """Return the scheduler's choice among the candidates, which are some or all of the allowed replicas; None: no
+        choice. If the choice is no candidate or is not up, call the scheduler again with all allowed replicas.
         """
         loads = self._live if candidates is self.replicas else self._views.live_of(candidates)
         chosen = self._ask(self._assign_call, request, self._views.seen(loads, now), now)
@@ -659,8 +659,8 @@ class Replicaset:
         self._failed_at.setdefault(request, set()).add(replica_id)
 
     def _unfailed(self, request: Request, candidates: Sequence[Replica], unable: PoolRole) -> Sequence[Replica]:
-        """Return the candidates on which the request has not failed, if one of them is up and has another role than
-        `unable`; else all candidates.
+        """Return the candidates on which the request has not failed, if at least one of these is up and has a role
+        other than `unable`; else return all candidates.
         """
         failed = self._failed_at.get(request)
         if failed is None:

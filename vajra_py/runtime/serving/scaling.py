@@ -1,6 +1,6 @@
 """Scaling of a replicaset: targets by its scaler, and the choice of replicas to start and stop.
 
-As many replicas are built as a pool may have at most; those that are not needed are down. A starting replica takes
+A pool is built with its maximum number of replicas; those that are not needed are down. A starting replica takes
 requests after `startup_s` plus a random addition. A stopping replica drains: its waiting requests that have not begun
 are placed again, its other requests are finished or move to other replicas, and then it goes down with an empty memory.
 A lost replica is not started until it is restored; another replica is started in its place if the pool has one that is
@@ -204,11 +204,12 @@ class ReplicasetScaling:
 
 
 def place_anew(replicaset: Replicaset, replica: Replica, now: int) -> list[tuple[Request, Replica | None]]:
-    """Place the waiting requests of a draining replica like arrivals, except requests that have begun and continue on
-    that replica.
+    """Place the waiting requests of a draining replica again, like arrivals, except requests that will continue on that
+    replica.
 
-    Preempted requests stay like running ones, unless running requests move away. Return the placed requests, each with
-    the replica to which it is bound now (None: the shared queue). Raises `PolicyError`.
+    A request that has begun continues on the replica; a preempted one is placed again if running requests move away
+    (`drains_by_migration`). Return the placed requests, each with the replica to which it is bound now (None: the
+    shared queue). Raises `PolicyError`.
     """
     scaling = replicaset.scaling
     all_leave = scaling is not None and scaling.drains_by_migration(replica.replica_id)

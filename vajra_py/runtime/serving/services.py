@@ -52,21 +52,21 @@ class DriverServices(Protocol[R]):
     # Steps that a backend launched together
 
     def touch(self, one: R) -> None:
-        """Apply the ended steps of a replica, and make the step in flight the last of its run."""
+        """Apply the ended steps of a replica, and make the step in flight the last of the steps launched together."""
 
     def catch_up(self, one: R) -> None:
         """Apply the ended steps of a replica before blocks of its memory are taken; `blocks_taken` must follow."""
 
     def blocks_taken(self, one: R) -> None:
-        """Shorten a replica's run to the steps that certainly have enough blocks, because other requests took blocks
-        after `catch_up`.
+        """Keep, of the steps launched together on a replica, only those that certainly have enough blocks, because
+        other requests took blocks after `catch_up`.
         """
 
     def interrupt(self, replicaset: str) -> None:
         """Call `touch` for every replica of a replicaset."""
 
     def sync(self, replicaset: str) -> None:
-        """Apply the ended steps of a replicaset; runs of steps continue."""
+        """Apply the ended steps of a replicaset; steps launched together continue."""
 
     # Requests
 

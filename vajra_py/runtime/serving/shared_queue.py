@@ -42,7 +42,7 @@ class SharedQueueAccess:
         return self._replicaset.pulled_by(self.view, now)
 
     def begin_step(self) -> None:
-        """At the next query, re-read the keys that may change at any event."""
+        """Begin a step: at the next query, the queue re-reads the keys that may change at any event."""
         self.queue.begin_step()
 
     def take(self, request: RequestView) -> None:

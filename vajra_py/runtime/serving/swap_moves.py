@@ -29,8 +29,8 @@ _DEVICE, _HOST = 0, 1
 
 
 def swap_rules(settings: Sequence[tuple[ReplicaConfig, ReplicaLimits]]) -> Sequence[SwapRules | None]:
-    """Return the rules of each replica for swaps while steps run (None: it swaps between steps); empty if no replica
-    has such rules. Raises `ConfigError`.
+    """Return the rules of each replica for swaps while steps run (None: the replica swaps between steps); empty if no
+    replica has such rules. Raises `ConfigError`.
     """
     rules = [_rules_of(*each) for each in settings]
     return () if all(one is None for one in rules) else rules

@@ -176,7 +176,7 @@ class TierMoves(Generic[R]):
         self._schedule()
 
     def take_end(self, number: int) -> bool:
-        """Record that the backend has ended a copy, which `due` handles next; return False if it was cancelled."""
+        """Record that the backend has ended a copy, for `due` to handle; return False if the copy was cancelled."""
         transfer = self._sent.get(number)
         network = None if transfer is None else self._networks[transfer.level]
         if not isinstance(network, ReportedCopies):

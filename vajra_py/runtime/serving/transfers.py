@@ -29,7 +29,7 @@ PREEMPTED = "the request was preempted"
 
 
 class Moving(Protocol):
-    """Hand-off or migration under way, which is the key of its transfer."""
+    """Hand-off or migration under way; this object is the key of its transfer."""
 
     request: Request
 
@@ -41,8 +41,8 @@ M = TypeVar("M", bound=Moving)
 
 
 class Transfers(Generic[R]):
-    """Transfers of one replicaset. They are timed by a model of the links, or untimed: then a transfer ends when the
-    backend reports it.
+    """Transfers of one replicaset, either timed or untimed. A model of the links determines when a timed transfer ends;
+    an untimed one ends when the backend reports its end.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Transfers(Generic[R]):
             if scheduled_at <= now:
                 self._scheduled_at = None
             elif not self._timers:
-                return  # this event is outdated: an earlier one handled all that it was scheduled for
+                return  # an earlier event handled everything for which this one was scheduled
         ended = network.ended(now)
         for key in ended:
             self._ended[key] = None

@@ -76,7 +76,7 @@ class PolicyWaker(Generic[R]):
         self._wake(entry, sleeper.policy)
 
     def _is_in_force(self, sleeper: Sleeper, entry: WakeUp) -> bool:
-        """Return False if another policy has replaced the one that set the wake-up."""
+        """Return False if the policy that set the wake-up was replaced by another one."""
         if entry.key is None or entry.slot == SCALER.key:
             return True
         is_fixed = (

@@ -24,8 +24,8 @@ def facts_of(spec: RequestSpec) -> RequestFacts:
 def hashes_of(
     spec: RequestSpec, block_size: int, salt: str, *, reads_cache: bool = True, recent: RecentPrompts | None = None
 ) -> BlockHashes:
-    """Return hashes of the token ids if these are known, else of the content segments if known, else hashes that are
-    unique to the request.
+    """Return the hashes of a prompt's blocks: of its token ids if these are known, else of its content segments if
+    these are known, else hashes that no other request has.
 
     Without `reads_cache`, a request with token ids gets no prefix hits, but its blocks are cached for other requests.
     `recent`: earlier prompts of the same run.

@@ -1,7 +1,7 @@
 """Batch builder: the only writer of a step's plan; grants operations that fit and refuses the others with a reason.
 
-If a step runs every decode of the pool, these decodes are one bulk entry, whose cost in the builder depends only on the
-number of decodes that need a block now.
+If a step runs every decode of the pool, the plan has a single bulk entry for these decodes. The builder's work for this
+entry depends only on the number of decodes that need a block now.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ class Builder(PlanDraft):
         self.idle_at: float | None = None
         """Time in seconds until which the policy leaves the replica idle on purpose; None if it does not."""
         self.loads: list[tuple[Request, int]] = []
-        """Requests that got blocks for KV from another replica, each with the number of its tokens cached here."""
+        """Requests that got blocks for KV from another replica, each with its number of tokens in the cache here."""
         self.handed_off: list[Request] = []
         """Requests that the policy hands off and whose hand-off has not begun yet."""
         self._keeps: Callable[[Request], Refusal | None] | None = None
-        """Function that returns the reason against handing off a request, if any; None: hand-offs are not allowed."""
+        """Function that returns why a request may not be handed off (None: it may); None: no request may."""
         self._cached_tokens: Callable[[Request], int] = self._memory.cached_tokens
         """Function that returns the number of leading tokens that a waiting request without KV need not compute."""
         self._connected: ConnectedKv | None = None
@@ -120,7 +120,7 @@ class Builder(PlanDraft):
         self._tiers: FindsInTiers | None = None
         """Lookup in lower memory tiers for waiting requests; None without tiers."""
         self._swaps: SwapsBesideSteps | None = None
-        """Copies the KV of swapped requests while steps run; None if it is copied before the step."""
+        """Copies the KV of swapped requests while steps run; None: their KV is copied before the step."""
         self._returned: set[Request] = set()
         """Requests that this step admitted after they were swapped in; this step cannot preempt them, so that requests
         do not swap each other out forever.
@@ -135,8 +135,8 @@ class Builder(PlanDraft):
         """Decodes of the pool whose filled blocks are to be cached, latest admitted first."""
         self._looked_at: list[Request] = []
         self._growing: Collection[Request] = ()
-        """Pool members that need a block in this step, or, with recycled blocks, that take, fill or free a block in
-        this step; set when a first member is added individually.
+        """Pool members that need a block in this step; with recycled blocks, those that take, fill or free a block in
+        this step. Set when the first member is added individually.
         """
         self._caches_decodes = False
         """True if blocks that pool members fill are cached when these members are added individually."""
@@ -181,7 +181,7 @@ class Builder(PlanDraft):
         return dropped
 
     def let_hand_off(self, keeps: Callable[[Request], Refusal | None]) -> None:
-        """Allow policies to hand off requests for which `keeps` returns no reason against it."""
+        """Allow policies to hand off requests for which `keeps` returns None; else it returns the refusal."""
         self._keeps = keeps
 
     def use_tiers(self, tiers: FindsInTiers) -> None:
@@ -311,8 +311,8 @@ class Builder(PlanDraft):
         """Add the decodes of `order` from `position` on, with their drafts, up to the first request that does not fit
         or is not a decode.
 
-        Returns the position of that request and, if it lacks blocks, the refusal. A decode that would reach the model's
-        length if its last drafts are accepted is passed over until their outcome is known.
+        Returns the position of that request and, if the request lacks blocks, the refusal. A decode whose last drafts
+        are not verified yet is passed over if it would reach the model's maximum length with all of them accepted.
         """
         self._spread()
         if not position and reserve_tokens is None and not self.chunks and self._add_all_drafted(order):
@@ -444,9 +444,9 @@ class Builder(PlanDraft):
             kept[place] = max(held[place], -(-to_keep[place] // size))
             held[place] = end
         if self._options.cache_at_schedule:
-            if self._running_set.unverified:  # `Replica.verify` has cached all blocks but those the newest token fills
+            if self._running_set.unverified:  # `Replica.verify` cached all blocks except those that newest tokens fill
                 filled = [place for place, count in enumerate(known) if not count % size]
-            elif last is not None:  # the last step has cached all blocks up to its first token
+            elif last is not None:  # the last step has cached all full blocks up to its own first token
                 before = last.num_computed
                 filled = [
                     p for p, (new, old) in enumerate(zip(known, before, strict=True)) if new // size > (old + 1) // size
@@ -903,8 +903,8 @@ class Builder(PlanDraft):
     # Queries
 
     def cached_tokens(self, request: RequestView) -> int:
-        """Return the number of leading tokens that a waiting request need not compute if it is admitted now; 0 if it is
-        running or swapped.
+        """Return the number of leading tokens that a waiting request need not compute if it is admitted now; 0 if the
+        request is running or swapped.
         """
         own = self._own(request)
         if own.state is _RUNNING or own.state is _SWAPPED:
@@ -964,7 +964,7 @@ class Builder(PlanDraft):
         self.idle_at = time_s
 
     def note(self, request: RequestView, **scores: float | int | str) -> None:
-        """Add to the step's notes, if notes are kept, scores that explain a decision about a request."""
+        """Add scores that explain a decision about a request to the step's notes, if notes are kept."""
         if self._options.keep_notes:
             self.notes.setdefault(request.request_id, {}).update(scores)
 

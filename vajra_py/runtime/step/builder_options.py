@@ -51,7 +51,7 @@ class DraftRules(Struct, frozen=True, kw_only=True):
 
 
 class BuilderOptions(Struct, kw_only=True):
-    """Options of plan building, from the replica's configuration and from the executing side."""
+    """Options of plan building, from the replica's configuration and from the backend."""
 
     reserve_prompt: bool
     watermark_blocks: int
@@ -59,14 +59,14 @@ class BuilderOptions(Struct, kw_only=True):
     keep_notes: bool = False
     """True if policies' notes are kept; set by the replica according to its observers."""
     reserves_growth: bool = False
-    """True if blocks for decodes that grow together are at first only reserved, which is possible if the backend does
-    not read block tables in each step.
+    """True if blocks for decodes that grow together are at first only reserved, and entered in block tables later. The
+    backend must then not read block tables in each step.
     """
     holds_ended_slots: bool = False
     """True if an ended request keeps its slot and blocks for one more step, because that step is scheduled before the
     end is known.
     """
     busy_group_tokens: int = 500
-    """Number of query tokens in a step from which on a KV-parallel group takes no new request."""
+    """A KV-parallel group that has at least this many query tokens in a step takes no new request in that step."""
     drafts: DraftRules | None = None
     """Rules of drafts; None: decodes have no drafts."""

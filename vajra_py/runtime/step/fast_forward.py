@@ -26,7 +26,7 @@ class Repeats:
         self._repeats_alone = self._repeats_full = False
 
     def read_traits(self, policy: ReplicaScheduler, *, listens: bool) -> None:
-        """Read the traits of the present policy; `listens`: True if a policy must be notified of each individual step."""
+        """Read the traits of the present policy. `listens`: True if a policy must be notified of each single step."""
         running_set = self._running_set
         steady = traits_of(policy).repeats_decodes
         memory = running_set.memory

@@ -385,7 +385,7 @@ class PlanDraft:
 
     def repeat(self, plan: StepPlan, num_steps: int, formed_at: int, num_waiting: int) -> None:
         """Turn a plan of pool decodes, whose step has ended, into the plan of the step `num_steps` later, and allocate
-        the blocks of these steps. The caller must be certain that the policy would have decided the same.
+        the blocks of these steps. The caller must be certain that the policy would have formed the same steps.
         """
         if plan.chunks:
             plan.num_pool_decodes += len(plan.chunks)

@@ -13,7 +13,8 @@ _ALLOCATIONS_OF_A_START = 1_000_000
 
 
 def put_off_collections() -> None:
-    """Postpone garbage collection while a command starts, because nearly all objects created then live until its end.
+    """Postpone garbage collection while a command starts, because nearly all objects created then live until the
+    process ends.
 
     The first use of `existing_objects_frozen` restores the earlier settings.
     """
@@ -43,8 +44,8 @@ def existing_objects_frozen() -> Iterator[None]:
         if first > _ALLOCATIONS_OF_A_START:  # `put_off_collections` was called
             gc.set_threshold(first - _ALLOCATIONS_OF_A_START, *others)
         # CPython delays a full collection until new objects amount to a quarter of those that survived the last one.
-        # The survivors counted so far include the objects that are frozen now, so that garbage of the context would be
-        # collected late. This collection counts anew, and is cheap, since it skips frozen objects.
+        # That number of survivors still includes the objects that are frozen now, so that garbage of the context would
+        # be collected late. The collection below updates the number, and is cheap, since it skips frozen objects.
         gc.collect()
     try:
         yield

@@ -45,7 +45,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A response whose outputs can be submitted to the engine, and the tokenizer for their text.
+    """Outputs of one HTTP request, ready to be submitted to the engine, and the tokenizer for their text.
 
     Attributes:
         response: outputs to submit.

@@ -37,7 +37,7 @@ def _split(given: Any) -> Any:
 
 
 def _flag(given: Any) -> Any:
-    """Convert `true`, `false`, `1` and `0` in a header to booleans, and any other text to one that pydantic refuses."""
+    """Convert `true`, `false`, `1` and `0` in a header to booleans, and other text to a text that pydantic refuses."""
     written = given.strip().lower() if isinstance(given, str) else given
     return (
         {"true": True, "1": True, "false": False, "0": False}.get(written, "?") if isinstance(written, str) else given

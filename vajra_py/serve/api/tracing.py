@@ -168,8 +168,8 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def make_tracing(endpoint: str | None) -> Tracing:
-    """Return a `Tracing` that exports to this OTLP endpoint; None: to where the variables `OTEL_*` state. Raises
-    `ConfigError`.
+    """Return a `Tracing` that exports to this OTLP endpoint; None: to the endpoint that the variables `OTEL_*` name.
+    Raises `ConfigError`.
     """
     own = {} if "OTEL_SERVICE_NAME" in os.environ else {SERVICE_NAME: "vajra"}
     provider = TracerProvider(resource=Resource.create(own))

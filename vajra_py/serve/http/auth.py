@@ -134,8 +134,8 @@ class AuthMiddleware:
 class HostMiddleware:
     """Middleware that checks the `Host` header, which HTTP/1.1 requires, against the names allowed for this server.
 
-    `allowed_hosts` protects against DNS rebinding: a page of another site, whose host name was made to resolve to this
-    server, sends its own host name.
+    `allowed_hosts` protects against DNS rebinding: another site makes its own host name resolve to this server, so that
+    its pages can send requests here. Such requests have the other site's name in the `Host` header.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:

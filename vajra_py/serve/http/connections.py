@@ -38,7 +38,8 @@ _CHUNK_BYTES = 24
 """Maximum number of bytes that frame a chunk without extensions: the digits of its length, and two line ends."""
 _LINGER_S = 5.0
 """Seconds that a client may keep sending an unwanted body, so that it can read the answer before the connection is
-closed; also the seconds that a request may run while reading is paused and pipelined requests wait."""
+closed. Also the seconds that a request may run while reading is paused and pipelined requests wait.
+"""
 _GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
@@ -198,7 +199,7 @@ class Connection(HttpToolsProtocol):
           whether or not the connection is being read.
         - Data that a client sends ahead is kept only up to a bound: `_MOST_AHEAD` plus the bytes of one read. Above the
           bound, reading is paused. A client whose answer then takes longer than `_LINGER_S` counts as disconnected,
-          since the end of a connection behind unread data may go undetected.
+          since the server may not detect that a client has disconnected while data of this client is unread.
     """
 
     def __init__(self, all_connections: Connections, host: str, refusal: str | None, *args: Any) -> None:
@@ -331,7 +332,7 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Handle a complete request; the client then need not send anything until uvicorn's idle timeout."""
+        """Handle a complete request. The client then need not send anything; only uvicorn's idle timeout applies."""
         if not self._is_refused:
             self._enter(Phase.NOTHING)
             super().on_message_complete()
@@ -352,7 +353,7 @@ class Connection(HttpToolsProtocol):
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             elif not message.get("more_body", False):
-                cycle.keep_alive = True  # keeps uvicorn from closing the connection, which `on_response_complete` ends
+                cycle.keep_alive = True  # uvicorn must not close the connection: `on_response_complete` ends it
         await RequestResponseCycle.send(cycle, message)
 
     def on_response_complete(self) -> None:

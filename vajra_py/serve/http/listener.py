@@ -38,7 +38,8 @@ class Listener:
     ) -> None:
         """Start to accept connections.
 
-        `make` returns the protocol of a socket, given the client's address and the reason to refuse the client, or None.
+        `make` returns the protocol of a socket, given the client's address and the reason to refuse the client (None:
+        the client is accepted).
         """
         self.sockets = (bound,)
         self._bound = bound

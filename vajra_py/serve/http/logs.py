@@ -32,7 +32,7 @@ def escaped(text: str) -> str:
 
 
 def cut(text: str, most: int = 200) -> str:
-    """Return the text; of a text of more than `most` characters, only the first `most` and the length."""
+    """Return the text; if it has more than `most` characters, return only the first `most` and its length."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
@@ -70,7 +70,8 @@ class JsonFormatter(logging.Formatter):
 
 
 class LimitsRate(logging.Filter):
-    """Filter that passes at most one of uvicorn's lines per second and kind, since clients could cause any number.
+    """Filter that passes at most one of uvicorn's lines per second and kind, since clients could cause any number of
+    lines.
 
     The next line of a kind states the number of lines that were dropped before. Errors always pass.
     """

@@ -37,8 +37,8 @@ class ServeOptions:
     Attributes:
         host: address to listen on; loopback by default.
         port: port to listen on; 0 takes a free one.
-        api_key: API key, or several, of which all paths but `/health`, `/ready` and `/metrics` require one; None: no
-            key is required, unless there is an `api_key_file`.
+        api_key: API key, or several keys; requests need one of them, except for the paths `/health`, `/ready` and
+            `/metrics`; None: no key is required, unless there is an `api_key_file`.
         api_key_file: file with further keys, one per line, each with its tenant.
         served_names: names of the model; the first one labels metrics; empty: the name of the model's directory.
         max_body_bytes: largest request body, in bytes.

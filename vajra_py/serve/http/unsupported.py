@@ -101,7 +101,7 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "detokenize": (True,),
 }
 _ON_BY_DEFAULT: Final = frozenset(("include_reasoning", "detokenize"))
-"""Fields in which the value false requests a feature."""
+"""Fields that are true by default, so that the value false requests something."""
 _MESSAGE_FIELDS: Final = frozenset(("tool_calls", "tool_call_id", "function_call", "audio"))
 NO_EFFECT: Final = frozenset(
     (
@@ -179,7 +179,9 @@ def refuse_unsupported(given: Mapping[str, Any], known: Collection[str]) -> None
 
 
 def _asks(name: str, value: Any) -> bool:
-    """Return True if a field's value requests something; 0 does, unless it is listed in `_NEUTRAL`."""
+    """Return True if a field's value requests something. Null, empty values, values in `_NEUTRAL` and, except in
+    `_ON_BY_DEFAULT`, false request nothing; the number 0 counts as a request.
+    """
     if value is None or (value is False and name not in _ON_BY_DEFAULT):
         return False
     if isinstance(value, str | list | dict) and not value:

@@ -151,8 +151,8 @@ class LoopBridge:
 
     After a delivery, the next one waits four times as long as the delivery took, up to 25 ms. If steps are shorter than
     this pause, several tokens of a stream are written together. Writing thus takes at most about a fifth of the
-    interpreter's time from the engine, for any speed of the model, as long as a delivery takes no more than 6 ms. If
-    steps are longer than the pause, no note is delayed.
+    interpreter's time, however fast the model is, as long as a delivery takes no more than 6 ms. If steps are longer
+    than the pause, no note is delayed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -149,9 +149,9 @@ def read_agentic(
 ) -> Workload:
     """Read the sessions of a file as a workload.
 
-    Sessions share their tool definitions if these have equal lengths, and then also their system prompts if these have
-    equal lengths; other content is unique to its session, even if recorded block ids are equal. Requests without output
-    are dropped and counted.
+    Two sessions share their tool definitions if the lengths of these are equal. If they do, and the lengths of their
+    system prompts are equal too, they also share the system prompts. Other content is unique to its session, even if
+    recorded block ids are equal. Requests without output are dropped and counted.
 
     Args:
         file: file as described at `read_agentic_sessions`.

@@ -55,11 +55,14 @@ PREFIX_BLOCKS = re.compile(r"prefix_block_ids_(\d+)")
 class CsvLayout(Struct, frozen=True):
     """Mapping of columns to fields of requests, and options of reading.
 
-    `columns` maps fields of `RequestSpec` (CSV_FIELDS) to column names; `metadata` names columns kept as metadata;
-    `rebase` starts the clock at the first arrival (always done for dates with times); `drop_empty` drops and counts
-    rows with 0 prompt or output tokens, which are errors otherwise; `sort` sorts rows by arrival, and without it
-    descending times are errors; `filters` keep only rows with the given text in the given column; `blocks` names at
-    most one column of prefix block ids.
+    Attributes:
+        columns: column name of each field of `RequestSpec` to read (see CSV_FIELDS).
+        metadata: names of columns kept as metadata.
+        rebase: True to start the clock at the first arrival; always done if `time_unit` is "datetime".
+        drop_empty: True to drop and count rows with 0 prompt or output tokens; False: such rows are errors.
+        sort: True to sort rows by arrival; False: descending times are errors.
+        filters: text that a row must have to be kept, by column name.
+        blocks: name of the column of prefix block ids, or empty.
     """
 
     columns: Mapping[str, str]

@@ -24,10 +24,12 @@ LARGEST_TOKENS = np.iinfo(np.int32).max
 class MooncakeOptions(Struct, frozen=True):
     """Options of reading the trace.
 
-    `block_tokens` is the length of a hashed block in tokens; `tick_s` > 0 adds a delay drawn uniformly from [0, tick_s)
-    seconds to each timestamp (the conversation trace has ticks of 3 s) and needs a generator; `drop_empty` drops and
-    counts requests without prompt or output tokens, which are errors otherwise; `sort` sorts requests by arrival, and
-    without it descending times are errors.
+    Attributes:
+        block_tokens: length of a hashed block in tokens.
+        tick_s: if > 0, a delay drawn uniformly from [0, tick_s) seconds is added to each timestamp (the conversation
+            trace has ticks of 3 s); needs a generator.
+        drop_empty: True to drop and count requests without prompt or output tokens; False: such requests are errors.
+        sort: True to sort requests by arrival; False: descending times are errors.
     """
 
     block_tokens: int = 512

@@ -65,8 +65,9 @@ def read_programs(
         file: file to read; its name determines the format.
         starts: function that returns start times, in seconds, for a number of programs; None uses `arrived_at`.
         num_programs: number of programs to take from the start of the file; None for all.
-        context: with "grow", a prompt begins with the prompt of the call's first parent, if that is shorter, followed
-            by the answers of all its parents, cut at the prompt's length; with "none", prompts share nothing.
+        context: with "grow", a prompt consists of the prompt of the call's first parent (left out unless it is
+            shorter), the answers of all parents, and new text, all cut at the prompt's length; with "none", prompts
+            share nothing.
 
     Raises:
         WorkloadError: a field is missing or out of range, a call occurs twice, a parent is unknown, comes later or

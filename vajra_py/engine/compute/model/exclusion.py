@@ -53,4 +53,4 @@ class Exclusion:
 
 
 LOADING = Exclusion()
-"""The only such lock of this process, since torch's default dtype and generator are per process too."""
+"""The process's only `Exclusion`, since torch's default dtype and generator exist once per process."""

@@ -37,7 +37,7 @@ class Forward(Protocol):
 
 
 class TransformersForward:
-    """Forward pass of the model's own modules, with paged attention in place of theirs."""
+    """Forward pass of transformers' own modules, in which paged attention replaces transformers' attention."""
 
     name = "transformers"
     has_head = True

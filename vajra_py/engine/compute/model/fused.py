@@ -1,11 +1,13 @@
 """Decoder forward pass with merged projections and fused operations.
 
 On a CPU, transformers' modules take some 200 µs per layer beyond the arithmetic. This forward pass does the same
-arithmetic with rearranged weights: there is one product for Q, K and V, and one for gate and up. On a CPU, weights are
-packed for oneDNN; on a GPU, products add to the residual in place. On devices with Triton kernels, the operations
-between products are those of `vajra_kernels.layer_ops`. On other devices, rotary embedding is one complex product (rows
-of W_q and W_k are reordered so that the two members of a rotated pair are adjacent; scores do not change, since Q and K
-are reordered alike), and in float32 the weights of norms are folded into the following products.
+arithmetic with rearranged weights. It has one linear layer (class `Product`) for Q, K and V together, and one for gate
+and up. On a CPU, weights are packed for oneDNN; on a GPU, linear layers add to the residual in place.
+
+On devices with Triton kernels, `vajra_kernels.layer_ops` computes the operations between linear layers. On other
+devices, the rotary embedding is one multiplication of complex numbers. For this, rows of W_q and W_k are reordered so
+that the two members of a rotated pair are adjacent; scores do not change, since Q and K are reordered alike. On these
+other devices, the weights of norms are also folded into the following linear layers if the dtype is float32.
 
 Invariants:
     - With the self-check (the default), this forward pass is used only after a comparison with transformers' own on the
@@ -76,7 +78,7 @@ class FusedLayer:
         metadata: Metadata,
         cache: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Return attention's result [T, Hq * D], before the output product, for normalised hidden states [T, h]."""
+        """Return attention's result [T, Hq * D], before the output projection, for normalised hidden states [T, h]."""
         facts = self.facts
         qkv = self.qkv(normed)
         scores = Scores(facts.scale, facts.window, facts.softcap)
@@ -210,12 +212,12 @@ class _Builder:
     device: torch.device
     dtype: torch.dtype
     is_fused: bool
-    """True if `vajra_kernels.layer_ops` computes the operations between products."""
+    """True if `vajra_kernels.layer_ops` computes the operations between linear layers."""
     adapters: AdapterSlots | None
 
     @property
     def folds(self) -> bool:
-        """True if norm weights are folded into products: in float32, unless `is_fused`.
+        """True if norm weights are folded into the following linear layers: in float32, unless `is_fused`.
 
         In half precision, folding would add a rounding.
         """
@@ -276,9 +278,9 @@ class _Builder:
         return norm, product
 
     def _before(self, module: Any, weight: torch.Tensor) -> tuple[Norm, torch.Tensor]:
-        """Return the norm before a product, and the product's weight [outputs, inputs].
+        """Return the norm before a linear layer, and that layer's weight [outputs, inputs].
 
-        If norms are folded, the product's weight is multiplied by the norm's weight.
+        If norms are folded, the layer's weight is multiplied by the norm's weight.
         """
         norm = self._norm(module)
         if not self.folds:
@@ -295,9 +297,9 @@ class _Builder:
     def _adapted(
         self, product: Product, index: int, parts: list[Part], weight: torch.Tensor, norm: Any = None
     ) -> Product:
-        """Return the product with adapter slots, if there are any.
+        """Return the linear layer `product` with adapter slots; `product` itself if no adapter changes it.
 
-        `norm`: module of the norm before the product, whose weight may be folded into `weight`; None: no norm.
+        `norm`: module of the norm before the layer, whose weight may be folded into `weight`; None: no norm.
         """
         if self.adapters is None:
             return product
@@ -341,7 +343,7 @@ class _Builder:
 
 
 def _heads(facts: LayerFacts, rope: Rope) -> list[Part]:
-    """Return the parts (Q, K, V) of a layer's merged product before attention."""
+    """Return the parts (Q, K, V) of a decoder layer's merged linear layer before attention."""
 
     def reorder(rows: torch.Tensor) -> torch.Tensor:
         return rope.reorder(rows, facts.key_dim)

@@ -1,4 +1,4 @@
-"""The parts of a fused decoder: products, norms, rotary embeddings and MLPs over rearranged weights."""
+"""The parts of a fused decoder: linear layers, norms, rotary embeddings and MLPs over rearranged weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rotation = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class Product:
-    """The product x @ weight.T + bias, with the weight in the fastest layout for its device."""
+    """A linear layer x @ weight.T + bias, with the weight in the fastest layout for its device."""
 
     __slots__ = ("_bias", "_is_packed", "_weight")
 
@@ -29,7 +29,7 @@ class Product:
 
     @classmethod
     def packed(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-        """Return the product with `weight` [outputs, inputs] contiguous, and packed for oneDNN if `can_pack` allows."""
+        """Return the layer with `weight` [outputs, inputs] contiguous, and packed for oneDNN if `can_pack` allows."""
         product = cls(weight.contiguous(), bias)
         if can_pack(weight):
             product._weight = torch.ops.mkldnn._reorder_linear_weight(product._weight, _PACKED_FOR_ROWS)
@@ -37,7 +37,7 @@ class Product:
         return product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product [T, outputs] of x [T, inputs]."""
+        """Return the output [T, outputs] for x [T, inputs]."""
         if self._is_packed:
             result: torch.Tensor = _packed_linear(x, self._weight, self._bias, "none", [], "")
             return result
@@ -45,11 +45,11 @@ class Product:
 
     @property
     def adds_in_place(self) -> bool:
-        """True if `add_to` allocates no memory for the product itself."""
+        """True if `add_to` allocates no memory for the layer's output."""
         return not self._is_packed
 
     def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Add the product of x [T, inputs] to `hidden` [T, outputs] in place, and return `hidden`."""
+        """Add the output for x [T, inputs] to `hidden` [T, outputs] in place, and return `hidden`."""
         if self._is_packed:
             return hidden.add_(self(x))
         if self._bias is not None:
@@ -75,7 +75,7 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 class Norm:
-    """Root-mean-square norm over the last dimension, times a weight unless the weight is folded into the next product.
+    """Root-mean-square norm over the last dimension, times a weight unless the next linear layer includes the weight.
 
     A weight of a wider dtype than the input (Gemma's in half precision) is applied before rounding. On a CPU, half
     precision is converted once, computed in place in float32 and rounded once, in fewer passes than torch's function
@@ -155,7 +155,10 @@ class Norm:
 
 
 class Rope:
-    """Rotary embedding of one layer type. Complex products are computed in float32, and in place on a float32 input."""
+    """Rotary embedding of one layer type. If `is_complex`, pairs are rotated by multiplying complex numbers.
+
+    This is done in float32, and in place if the input is float32.
+    """
 
     __slots__ = ("_tables", "dim", "is_complex", "kind", "rotary_dim")
 

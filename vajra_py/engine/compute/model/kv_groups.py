@@ -74,8 +74,8 @@ class SplitMetadata:
         earlier: metadata of the second kind of rows, whose queries attend over the whole part in this group; None if
             there are no such rows.
         shared: indices of the rows that other groups compute too, int64 [S].
-        exchanges: one exchange with each of these other groups, sorted by group number.
-        own_place: number of these other groups whose group number is smaller than this group's.
+        exchanges: one exchange with each other group that computes shared rows, sorted by group number.
+        own_place: number of groups in `exchanges` whose group number is smaller than this group's.
         max_kv_len: KV length of the longest sequence, over all its parts.
     """
 
@@ -175,8 +175,8 @@ def write_and_attend_with_lse(
 def _attended(
     query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # The earlier part of a sequence (not causal) lies within every window: sequences are spread over groups only if no
-    # window is shorter than the longest sequence.
+    # Without `causal`, rows attend over an earlier part of their sequences. That part lies within every window, since
+    # sequences are spread over groups only if no window is shorter than the longest sequence.
     window = scores.window if metadata.causal else None
     return paged_attention(
         query, *cache, metadata, scale=scores.scale, window=window, softcap=scores.softcap, return_lse=True

@@ -80,7 +80,10 @@ class KvMemory:
         return sum(words.shape[0] * words.shape[2] for words in stacks) * WORD_BYTES
 
     def export_blocks(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
-        """Copy blocks into a buffer of `block_bytes` per block: for each KV shape, first K of its layers, then V."""
+        """Copy blocks into a buffer of `block_bytes` per block.
+
+        Layers with equal shapes of K and V are stored together: first K of these layers, then V.
+        """
         for words, part, ids in self._parts(block_ids, buffer):
             if words.device.type == "cpu":
                 torch.index_select(words, 1, ids, out=part)
@@ -95,7 +98,9 @@ class KvMemory:
     def _parts(
         self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield (32-bit words [layers, all blocks, words] of the K or V of one KV shape, their part of the buffer
+        """Yield one tuple for K and one for V of each set of layers with equal KV shapes.
+
+        The tuple is (32-bit words [layers, all blocks, words] on the device, the corresponding part of the buffer
         [layers, len(block_ids), words], `block_ids` as a tensor).
         """
         if buffer.size != len(block_ids) * self.block_bytes:

@@ -1,11 +1,12 @@
 """LoRA adapters (Hu et al. 2021) in a fused forward pass: several adapters in one batch, each in its slot.
 
-A row with adapter a gets x W^T + scale_a (x A_a^T) B_a^T. Rows are grouped by adapter, so the number of small products
-in a step depends on the number of its adapters, not on the number of its requests.
+A row with adapter a gets x W^T + scale_a (x A_a^T) B_a^T. Rows are grouped by adapter, so the number of small matrix
+multiplications in a step depends on the number of its adapters, not on the number of its requests. A `Product` is a
+linear layer that computes one or more merged modules, such as query, key and value.
 
 Invariants:
     - Rows of the base model, and steps without adapters, are computed exactly as without this module.
-    - Transformations of a product's weight (a folded norm weight, reordered rows) are applied to A and B when they are
+    - Transformations of a layer's weight (a folded norm weight, reordered rows) are applied to A and B when these are
       read.
     - Memory of the slots is allocated at start-up, for the largest rank; a load copies into it.
 """
@@ -34,12 +35,12 @@ _NO_ADAPTER = -1
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the linear modules that are computed as a single matrix product (such as query, key and value).
+    """One of the modules (such as query, key and value) that are merged into one linear layer.
 
     Attributes:
         module: name of the module.
-        num_outputs: number of its rows in the weight of this product.
-        reorder: function that brings rows of the module's weight into the order of the product's rows; None: the same order.
+        num_outputs: number of the module's rows in the merged weight.
+        reorder: function that brings rows of the module's weight into the order of the merged weight; None: same order.
     """
 
     module: str
@@ -49,21 +50,21 @@ class Part:
 
 @dataclass(slots=True)
 class StepRows:
-    """The rows that the current forward pass computes, grouped by adapter; shared by all products."""
+    """The rows that the current forward pass computes, grouped by adapter; shared by all `AdaptedProduct`s."""
 
     groups: RowGroups = field(default_factory=list)
 
 
 class AdaptedProduct(Product):
-    """A product of one or more merged modules, to which the terms of the rows' adapters are added."""
+    """A linear layer of one or more merged modules, which adds each row's adapter term to the output."""
 
     __slots__ = ("_first", "_parts", "_rank", "_rows", "_second")
 
     def __init__(self, product: Product, parts: Sequence[slice], sizes: tuple[int, int, int], rows: StepRows) -> None:
-        """Add slots for adapters to `product`.
+        """Add slots for adapters to the linear layer `product`.
 
-        `parts`: columns of the result that belong to each adapted module; `sizes`: number of slots, largest rank, and
-        number of inputs.
+        `parts`: columns of the output that belong to each adapted module; `sizes`: (number of slots, largest rank,
+        number of inputs).
         """
         self._weight, self._bias, self._is_packed = product._weight, product._bias, product._is_packed
         num_slots, rank, inputs = sizes
@@ -91,7 +92,7 @@ class AdaptedProduct(Product):
     def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """See `Product`."""
         hidden = super().add_to(hidden, x)
-        # If the product is not added in place, `super().add_to` has called `__call__`, which adds the adapters' terms.
+        # If the output is not added in place, `super().add_to` has called `__call__`, which adds the adapters' terms.
         if self.adds_in_place and self._rows.groups:
             self._add(hidden, x)
         return hidden
@@ -120,7 +121,7 @@ class AdaptedProduct(Product):
 
 @dataclass(slots=True)
 class _Adapted:
-    """An adapted product, and each adapter's matrices for its modules, by adapter name."""
+    """An adapted linear layer, and each adapter's matrices for the layer's modules, by adapter name."""
 
     product: AdaptedProduct
     matrices: dict[str, list[Matrices | None]]
@@ -137,7 +138,7 @@ class AdapterSlots:
         self._rows = StepRows()
         self._products: list[_Adapted] = []
         self._left = {(name, *key): None for name, one in self._files.items() for key in one.shapes}
-        """Adapted modules that no product has taken yet: (adapter, layer, module)."""
+        """Adapted modules whose matrices have not been read yet: (adapter, layer, module)."""
         self._numbers = {name: number for number, name in enumerate(self._files)}
         self._slot_of: npt.NDArray[np.int64] = np.full(len(self._files) + 1, _NO_ADAPTER)
         """Slot that holds each adapter; the last entry is for the base model."""
@@ -150,10 +151,10 @@ class AdapterSlots:
     def adapted(
         self, product: Product, layer: int, parts: Sequence[Part], inputs: int, folded: torch.Tensor | None
     ) -> Product:
-        """Return a product with adapter slots if some adapter changes one of its modules, else `product`.
+        """Return `product` with adapter slots if some adapter changes one of its modules, else `product` itself.
 
-        `folded`: weight of the preceding norm, if it is folded into the product's weight. Raises `ConfigError` if the
-        shape of an adapter's matrices differs from the module's.
+        `folded`: weight of the preceding norm if it is folded into the weight of `product`, else None. Raises
+        `ConfigError` if the shape of an adapter's matrices differs from the module's.
         """
         known = [(part, columns) for part, columns in _columns(parts) if self._is_changed(layer, part.module)]
         if not known:
@@ -241,7 +242,7 @@ class AdapterSlots:
 
 
 def _columns(parts: Sequence[Part]) -> list[tuple[Part, slice]]:
-    """Return each module of a product, with its columns in the product's result."""
+    """Return each part of a merged linear layer, with the part's columns in the layer's output."""
     ends = np.cumsum([part.num_outputs for part in parts]).tolist()
     return [(part, slice(end - part.num_outputs, end)) for part, end in zip(parts, ends, strict=True)]
 

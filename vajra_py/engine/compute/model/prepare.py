@@ -3,7 +3,8 @@
 Invariants:
     - With the self-check (the default), every forward pass is compared with transformers' own, on the same weights,
       before use.
-    - Without the self-check, transformers' modules run with the attention that reads windows from the mask.
+    - Without the self-check, transformers' modules (if they are used) run with the attention that reads windows from
+      the mask.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The ranks that compute one replica together, and each rank's part of a step.
 
 A replica consists of KV-parallel groups, each group of pipeline stages, each stage of tensor-parallel ranks. Every rank
-receives the same steps in the same order and computes its part: a stage its layers, a group the requests whose KV it
-holds.
+receives the same steps in the same order and computes its part: a stage computes its layers, and a group computes the
+requests of which it holds KV.
 
 Invariants:
     - The shapes and the order of exchanged tensors are not sent: each rank derives them from the step.
@@ -108,8 +108,8 @@ def join_ranks(options: RunnerOptions) -> Ranks:
 def _own_groups(
     options: RunnerOptions,
 ) -> tuple[distributed.ProcessGroup | None, distributed.ProcessGroup | None]:
-    """Return this rank's two process groups: the ranks that share its layers, and the ranks in the same place of each
-    KV group.
+    """Return this rank's two process groups: the ranks that share its layers, and the ranks of all KV groups with the
+    same stage and tensor-parallel rank.
 
     A process group of a single rank is None.
 

@@ -1,10 +1,10 @@
 """Check that a model with paged attention computes what transformers computes.
 
-Three ragged sequences go through chunks, a mixed step and decodes over shuffled blocks, and are compared with one
-forward pass over all of them with transformers' plain attention. Windows are narrowed meanwhile, so that even short
-sequences exceed them. Weights are read once for the reference and once for each of the four steps. In a mixture of
-experts every token goes to the experts that the reference chose for it, with routing weights computed by the pass under
-test (see `routing`).
+Three sequences of different lengths are computed over shuffled blocks, in steps of chunks and decodes. The reference is
+one forward pass over all three sequences with transformers' plain attention. Windows are narrowed meanwhile, so that
+even short sequences exceed them. Weights are read once for the reference and once for each of the four steps. In a
+mixture of experts, every token goes to the experts that the reference chose for it, with routing weights computed by
+the pass under test (see `routing`).
 
 Invariants:
     - The model is restored afterwards, even after an error.

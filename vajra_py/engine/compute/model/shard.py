@@ -39,18 +39,18 @@ class Shard:
         )
 
     def problem(self, layers: list[LayerFacts], inner: int) -> str | None:
-        """Return the reason why a model with these layers and this inner width cannot be divided, or None."""
+        """Return why a model with these layers and this inner width of the MLP cannot be divided; None if it can."""
         for what, count in (("KV heads", min(one.num_kv_heads for one in layers)), ("inner width", inner)):
             if count % self.size:
                 return f"{what} ({count}) cannot be divided among {self.size} ranks"
         return None
 
     def rows(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the first dimension: outputs of a product."""
+        """Return this rank's part of the first dimension: outputs of a linear layer."""
         return weight.chunk(self.size)[self.rank] if self.size > 1 else weight
 
     def columns(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the second dimension: inputs of a product."""
+        """Return this rank's part of the second dimension: inputs of a linear layer."""
         return weight.chunk(self.size, 1)[self.rank] if self.size > 1 else weight
 
     def once(self, bias: torch.Tensor | None) -> torch.Tensor | None:
@@ -62,7 +62,7 @@ class Shard:
         return self.rows(weight) if weight.shape[0] % self.size == 0 else weight
 
     def experts(self, module: Any) -> Any:
-        """Reduce a mixture of experts to this rank's part of every expert's inner width, and return it."""
+        """Reduce every expert of a mixture to this rank's part of the expert's inner width, and return `module`."""
         if self.size > 1:
             experts = module.experts
             gate, up = experts.gate_up_proj.chunk(2, 1)
@@ -75,13 +75,19 @@ class Shard:
     def add_product(
         self, hidden: torch.Tensor, x: torch.Tensor, product: Product, norm: Norm | None, following: Norm
     ) -> torch.Tensor:
-        """Add norm(sum over ranks of product(x)) to `hidden` in place, and return `following(hidden)`."""
+        """Add norm(sum over ranks of product(x)) to `hidden` in place, and return `following(hidden)`.
+
+        `norm` None: the sum itself is added.
+        """
         if self.size > 1 or norm is not None or (following.is_fused and not product.adds_in_place):
             return self.add(hidden, product(x), norm, following)
         return following(product.add_to(hidden, x))
 
     def add(self, hidden: torch.Tensor, part: torch.Tensor, norm: Norm | None, following: Norm) -> torch.Tensor:
-        """Add norm(sum over ranks of part) to `hidden` in place, and return `following(hidden)`."""
+        """Add norm(sum over ranks of part) to `hidden` in place, and return `following(hidden)`.
+
+        `norm` None: the sum itself is added.
+        """
         if self.size > 1:
             distributed.all_reduce(part, group=self._group)
         return following.after_adding(hidden, part, norm)

@@ -23,8 +23,8 @@ class Histories:
     """Token counts of prompts and outputs of requests with penalties.
 
     Attributes:
-        seen: int32 [H, vocab], for each history, twice a token's count in the output, plus 1 if it is in the prompt.
-            At least one row, so that kernels get a valid pointer.
+        seen: int32 [H, vocab], one row per history, in which a token's entry is twice its count in the output, plus 1
+            if it is in the prompt. There is always at least one row, so that kernels get a valid pointer.
     """
 
     __slots__ = ("_free", "seen")
@@ -55,7 +55,7 @@ class Histories:
         self._free.append(history)
 
     def count(self, histories: Ints, tokens: torch.Tensor) -> None:
-        """Append one of `tokens`, int64 [R], to each of `histories` [R]; histories and tokens of -1 are skipped."""
+        """For each k, append `tokens[k]` (int64 [R]) to the history in row `histories[k]`; skip if either is -1."""
         kept = np.flatnonzero(histories >= 0)
         if not kept.size:
             return

@@ -131,9 +131,9 @@ class Sampler:
 
         Return the tokens, and the log-probabilities of slots with `logprobs` (None if there are none).
 
-        `likeliest` is `likeliest_tokens(logits)` if available; the same tensor is returned if every row is greedy and
-        has no penalties, constraints or log-probabilities. `offsets`: with drafts, number of drafts of the same slot
-        before each row; `slots` then contains a slot several times.
+        `likeliest`: result of `likeliest_tokens(logits)`, if the caller has it. This tensor itself is returned if every
+        row is greedy and has no penalties, constraints or log-probabilities. `offsets`: with drafts, number of drafts
+        of the same slot before each row; `slots` then contains a slot several times.
         """
         if self._is_plain[slots].all():
             tokens = likeliest_tokens(logits) if likeliest is None else likeliest

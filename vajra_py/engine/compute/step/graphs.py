@@ -39,8 +39,10 @@ happen in a capture."""
 
 
 def ladder(largest: int) -> tuple[int, ...]:
-    """Return batch sizes up to `largest`. In a batch that is padded to one of them, at most 7 rows are padding if the
-    size is at most 64, else at most a fifth of the rows.
+    """Return the batch sizes to capture, up to `largest`, in ascending order.
+
+    A batch is padded to the next size. At most 7 rows are padding for sizes up to 64, and at most a fifth of the rows
+    for larger sizes.
     """
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, largest + 1, 32)]
     return tuple(sorted({min(step, largest) for step in steps if step < largest} | {largest}))
@@ -59,8 +61,8 @@ class Capture(Protocol):
 class CudaCapture:
     """Capture as `torch.cuda.CUDAGraph`, with one memory pool for all graphs.
 
-    The graphs may share the pool although they are replayed in any order: inputs and results are kept outside it, so no
-    graph leaves anything in it that is read after its replay.
+    The graphs may share the pool although they are replayed in any order: inputs and results are kept outside the pool,
+    so nothing that a replay leaves in the pool is read later.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -123,7 +125,7 @@ class DecodeGraphs:
     def captured(
         cls, forward: Forward, caches: Caches, state: BatchState, vocab_size: int, largest: int, capture: Capture
     ) -> DecodeGraphs | None:
-        """Capture all sizes; return None if a capture fails."""
+        """Capture the passes of all sizes up to `largest`; return None if a capture fails."""
         graphs = cls(forward, caches, state, vocab_size, largest)
         started = time.perf_counter()
         try:

@@ -1,9 +1,9 @@
 """Memory that is available for KV blocks.
 
 Invariants:
-    - On a CPU this is the configured share of the memory that was free before the weights were loaded, less the
-      weights; on CUDA, the configured share of the whole device, less the memory already in use.
-    - Memory for the largest step is left free.
+    - On a CPU, the usable memory is the configured share of the memory that was free before the weights were loaded,
+      less the weights. On CUDA, it is the configured share of the whole device, less the memory already in use.
+    - KV blocks take the usable memory less the memory that the largest step needs.
 """
 
 from __future__ import annotations

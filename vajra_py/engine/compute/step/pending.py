@@ -76,7 +76,7 @@ class PendingLookahead:
     """Decodes submitted before the scheduler decided which of them are needed, and the state needed to undo them.
 
     Besides `last_tokens` and the slots' token counts, the decodes change only KV at positions that no request has
-    reached; a request that reaches the position overwrites the KV.
+    reached. A request that reaches such a position overwrites the KV there.
 
     Attributes:
         pending: the step in flight.

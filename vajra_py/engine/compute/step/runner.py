@@ -313,7 +313,7 @@ class TorchRunner:
         return done
 
     def _computed(self, step: StepInput, memory: KvMemory) -> Computed:
-        # With KV-parallel groups, decodes are chunks too. Without chunks, only other groups compute in this step.
+        # With KV parallelism, decodes are sent as chunks too. So without chunks, this group has nothing to compute.
         if self._ranks.groups is not None and not step.chunks:
             return Computed(np.empty(0, np.int64), torch.empty(0, dtype=torch.int64))
         if self._faults:
@@ -333,8 +333,8 @@ class TorchRunner:
     def _apart(self, step: StepInput, memory: KvMemory, error: Exception) -> Computed:
         """Compute a failed step row by row; rows that fail on their own are added to the faults.
 
-        Raises an error if the device no longer responds. Raises `error` in two cases: all rows fail, and at least two
-        of them have no known fault; or a row reads KV that a failed row should have written.
+        Raises an error if the device no longer responds. Raises `error` if a row reads KV that a failed row should have
+        written. Also raises `error` if all rows fail and at least two of them had no fault before this step.
         """
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
@@ -412,8 +412,8 @@ class TorchRunner:
         if groups is None:
             memory.copy(copies)
             return
-        # Groups share host blocks, and a block that one group reads or frees may be written next by another. So all
-        # groups must have completed their earlier copies before any group copies in the next direction.
+        # Groups share host blocks, so one group may write a block that another has read or freed in earlier copies. So
+        # all groups complete their copies in one direction before any group begins those in the other direction.
         for _, run in groupby(copies, key=lambda one: one.direction):
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)
@@ -453,8 +453,8 @@ class TorchRunner:
     def _scored(self, batch: HostBatch, inputs: BatchInputs, memory: KvMemory, scores: Scores) -> torch.Tensor:
         """Return the logits of the sampled rows, and compute log-probabilities of the prompt tokens to score.
 
-        Memory is reserved for the logits of sampled rows only, so the logits of all tokens of a long chunk may not fit:
-        the remainder is computed in further passes, which write the same K and V into the same slots.
+        Memory is reserved for the logits of sampled rows only, so the logits of all tokens of a long chunk may not fit.
+        Logits that do not fit are computed in further passes, which write the same K and V into the same slots.
         """
         ends = np.cumsum(batch.query_lens)
         starts = ends - batch.query_lens
@@ -467,7 +467,7 @@ class TorchRunner:
         found: torch.Tensor | None = None
         for begin in range(0, len(wanted), most):
             piece = wanted[begin : begin + most]
-            # `union1d` sorts the rows: `searchsorted` needs sorted rows, and a pass over all rows returns them sorted.
+            # `union1d` sorts the rows: `searchsorted` needs this, and a pass over all rows returns logits in row order.
             rows = np.union1d(sampled, [row for row, _, _ in piece]).astype(np.int64)
             logits = self._logits(inputs, to_device(rows, self._model.device), memory)
             if found is None:
