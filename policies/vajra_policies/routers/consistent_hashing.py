@@ -88,6 +88,6 @@ SPEC = PolicySpec(
     source="Karger et al. (STOC'97); bounded loads (Mirrokni et al., SODA'18)",
     advice=(
         "Use it where several routers must make the same choice without communication, or cannot see the caches. Not "
-        "with few sessions and long prefixes on many replicas: `lmetric` reads the caches."
+        "with few sessions and long prefixes on many replicas, where `lmetric`, which reads the caches, is better."
     ),
 )

@@ -317,7 +317,10 @@ class _Study:
 
 
 def _outcome(seeds: Sequence[SeedCapacity], question: RateQuestion) -> float:
-    """Return -1 if a condition with these capacities by seed never holds in the range, 1 if it always holds, else 0."""
+    """Return -1 if a condition holds at no rate of the searched range, 1 if it holds at every rate, else 0.
+
+    `seeds` has the capacity of each seed under this condition.
+    """
     if all(one.side == "below" for one in seeds):
         return -1.0
     return float(all(one.side == "above" and one.rate >= question.high for one in seeds))

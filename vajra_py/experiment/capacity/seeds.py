@@ -21,8 +21,9 @@ from vajra_py.config.slo import Slo
 from vajra_py.metrics.comparison.intervals import CONFIDENCE, Interval, replication_interval
 
 FEWEST_SEEDS = 5
-"""Smallest number of seeds for which the highest seed's capacity may be the end of a 95 % interval: the capacities of
-all `n` seeds lie below the median of the distribution with a probability of only `2 ** -n`.
+"""Smallest number of seeds for which the largest of their capacities may be the upper end of a 95 % interval for the
+median. The capacities of all `n` seeds lie below the median with a probability of `2 ** -n`, which is less than 5 %
+from five seeds on.
 """
 
 _CURVE_LEVELS = 40

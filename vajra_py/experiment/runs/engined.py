@@ -153,7 +153,8 @@ class EngineRun:
             "rows_dropped_ahead": sum(one.ahead.num_dropped_rows for one in replicas if one.ahead),
             "busy_s": busy_s,
             "compute_s": compute_s,
-            # Steps that begin ahead compute before they are formed, so computation may exceed the busy time.
+            # A step that begins ahead is computed in part before it is formed. That part is no busy time, so computation
+            # may exceed the busy time.
             "overhead_fraction": max(0.0, 1.0 - compute_s / busy_s) if busy_s > 0 else 0.0,
         }
 

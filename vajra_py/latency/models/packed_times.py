@@ -69,9 +69,9 @@ class PackedTimes(Struct, frozen=True):
         steps[_are_bent(len(steps), num_steps, starts)] = self.bends
         has_two = num_steps > 1
         steps[starts[has_two] + 1] = self.drift[has_two]
-        steps = _sums(steps, starts, num_steps)  # from bends to drifts
+        steps = _sums(steps, starts, num_steps)  # sums of second differences: first differences
         steps[starts] = self.duration
-        steps = _sums(steps, starts, num_steps)  # from drifts to durations
+        steps = _sums(steps, starts, num_steps)  # sums of first differences: durations
         ends = np.cumsum(steps)
         ends += np.repeat(np.cumsum(self.gap), num_steps)
         return ends - steps, ends

@@ -152,7 +152,7 @@ class PagedKvMemory:
         return pool
 
     def put_above(self, tiers: KvTiers) -> None:
-        """Connect `tiers` below the prefix cache, which must be enabled and empty."""
+        """Make `tiers` the lower levels of the prefix cache, which must be enabled and empty."""
         self.tiers = self._pool.lower = tiers
         self.is_watched = True
 
@@ -384,9 +384,9 @@ class PagedKvMemory:
         """Make the KV of the first `num_tokens` tokens available to other requests; the KV is in memory or will be in
         memory once the step has run.
 
-        Caches full blocks that are not cached yet. Content that no other request can have before this request ends is
-        cached only by `free`. For generated tokens of this kind, one call before `free` is enough; no call is needed if
-        `num_computed_tokens` is passed to `free`.
+        Caches full blocks that are not cached yet. If no other request can have the generated content before this
+        request ends, `free` caches it. Such a request needs one call, which states the number of valid tokens, at any
+        time before `free`. It needs none if `free` gets this number as `num_computed_tokens`.
         """
         entry = self._tables[request]
         num_public = self._validate(entry, num_tokens)

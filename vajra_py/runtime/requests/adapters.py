@@ -78,7 +78,7 @@ class Adapters:
         self.load_ticks = {name: to_ticks(seconds) for name, seconds in load_s.items()}
         """Duration of a load, in ticks, by the adapter's name."""
         self.merging: MergeRules | None = None
-        """Rules for the duration of simulated steps with several adapters; None: adapters take no time in steps."""
+        """Rules by which several adapters add time to a simulated step; None: adapters add no time."""
         self._replica_id = replica_id
         self._is_timed = True
         self._num_loads = 0

@@ -715,8 +715,8 @@ class Builder(PlanDraft):
                 if self.tokens_left <= 0:
                     return DecodeStop(request, self._refuse(request, Refusal.TOKEN_BUDGET))
                 chunk = min(_capped(self.max_chunk(request), max_chunk_tokens), self.tokens_left)
-                # First cache blocks of decodes that were added in bulk and admitted before this request. The order of
-                # admission matters because a lookup finds the one of several equal blocks that was cached first.
+                # Before the request is added, blocks of bulk decodes that were admitted earlier must be cached: of
+                # several equal blocks, a lookup finds the one that was cached first.
                 if self._to_cache:
                     self._cache_decodes(before=request.admitted_index)
                 refusal = self.add(request, chunk)

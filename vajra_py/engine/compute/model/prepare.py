@@ -50,8 +50,8 @@ def prepare(options: RunnerOptions, ranks: Ranks) -> PreparedModel:
         ConfigError: as for `load_runner`.
     """
     device = find_device(options.device)
-    # A model that ranks divide is loaded on the host: each rank then moves only its own part to its device, whose
-    # memory may be too small for the whole model.
+    # A model that is divided among ranks is loaded on the host: each rank then moves only its own part to its device,
+    # whose memory may be too small for the whole model.
     loaded = load_model(options, on_host=ranks.divides_layers)
     with LOADING.shared():
         prepared = _prepared(loaded, options, ranks, device)

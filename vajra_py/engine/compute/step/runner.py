@@ -467,7 +467,7 @@ class TorchRunner:
         found: torch.Tensor | None = None
         for begin in range(0, len(wanted), most):
             piece = wanted[begin : begin + most]
-            # `union1d` sorts the rows: `searchsorted` needs this, and a pass over all rows returns logits in row order.
+            # `union1d` sorts the rows, which `searchsorted` needs. A pass over all rows returns its logits in this order.
             rows = np.union1d(sampled, [row for row, _, _ in piece]).astype(np.int64)
             logits = self._logits(inputs, to_device(rows, self._model.device), memory)
             if found is None:
