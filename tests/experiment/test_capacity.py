@@ -243,6 +243,7 @@ def test_an_attainment_of_requests_without_an_slo_is_said(tmp_path: Path) -> Non
         ("capacity.replicas={num_replicas: {max: 4}}", "two different searches"),
         ("capacity.replicas={num_replicas: {max: 4, cost: 1}, other.num_replicas: {max: 4}}", "cost is given for some"),
         ("capacity.replicas={num_replicas: {min: 0, max: 4}}", "min: 0 applies only to one of several replicasets"),
+        ("capacity.replicas={replicasets.a.pools.p.num_replicas: {min: 0, max: 4}}", "(got replicasets.a.pools.p.num"),
     ],
 )
 def test_a_question_that_cannot_be_answered_is_refused_before_anything_runs(

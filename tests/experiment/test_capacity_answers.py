@@ -163,8 +163,10 @@ def test_a_table_as_csv_has_raw_numbers_and_no_words_in_their_place() -> None:
 # Files
 
 
-def written(answers: list[CapacityAnswer], folder: Path, *formats: str) -> tuple[list[str], list[dict[str, str]]]:
-    asked = CapacityConfig(slo=f"{METRIC} <= 1")
+def written(
+    answers: list[CapacityAnswer], folder: Path, *formats: str, slo: str = f"{METRIC} <= 1"
+) -> tuple[list[str], list[dict[str, str]]]:
+    asked = CapacityConfig(slo=slo)
     paths = write_capacity_files(answers, asked, folder, formats)
     assert all(path.stat().st_size for path in paths)
     with (folder / "capacity.csv").open() as file:
@@ -194,6 +196,12 @@ def test_a_figure_names_settings_and_limit_in_each_format_asked_for(tmp_path: Pa
     drawn = (tmp_path / "capacity.svg").read_text()
     for text in ("fcfs", "edf", "rate (requests/s)"):
         assert text in drawn
+    assert f"{METRIC}, s" in drawn
+    of_rates = tmp_path / "of rates"
+    of_rates.mkdir()
+    points = [replace(one, values={"goodput": one.values[METRIC]}) for one in RATE.curve]
+    written([replace(RATE, curve=points)], of_rates, "svg", slo="goodput >= 1")
+    assert "goodput, requests/s" in (of_rates / "capacity.svg").read_text()
     again = tmp_path / "again"
     again.mkdir()
     written([RATE, replace(RATE, label="edf")], again, "svg")
@@ -326,7 +334,10 @@ def test_a_setting_without_all_its_seeds_capacities_is_not_compared() -> None:
         found_rate("fast", seeds_of("a", *exact(*(2 * one + place / 50 for place, one in enumerate(rates))))),
     )
     open_end = found_rate("open", seeds_of("a", SeedCapacity(80.0, "above"), *exact(*rates[1:])), stop="range")
-    assert difference_lines([slow, fast, open_end])[-1] == "Not compared, without a capacity for every seed: open"
+    said = "Not compared, for lack of several seeds, each with a capacity: open"
+    assert difference_lines([slow, fast, open_end])[-1] == said
+    single = found_rate("open", seeds_of("a", *exact(100.0)))
+    assert difference_lines([slow, fast, single])[-1] == said
 
 
 def test_answers_seeds_and_differences_are_files_of_numbers(tmp_path: Path) -> None:

@@ -108,6 +108,13 @@ def test_what_one_replicaset_does_not_know_the_run_does_not_know(missing: str) -
     assert (found["energy"]["run_kwh"] is None) == (missing == "power")
 
 
+def test_an_idle_replicaset_draws_idle_power() -> None:
+    both = {"a": ReplicasetDevices(DEVICE, 1, 1), "b": ReplicasetDevices(DEVICE, 1, 2)}
+    found = cost_sections(both, summary(), steps(("a", 0.0, 1.0, 1, 0)))["energy"]
+    assert found["by_replicaset_kwh"]["b"] * 3.6e6 == pytest.approx(2 * 100 * POWER.idle_w)
+    assert found["run_kwh"] == pytest.approx(sum(found["by_replicaset_kwh"].values()))
+
+
 def test_nothing_completed_has_a_cost_and_no_cost_a_request() -> None:
     found = cost_sections({"default": ReplicasetDevices(DEVICE, 1, 1)}, summary(100, 0, 0, 0), steps())
     assert found["cost"]["run"] > 0

@@ -216,3 +216,9 @@ def test_a_workload_is_drawn_with_the_numbers_that_it_has() -> None:
     assert max(row["x"] for row in rows if row["series"] == "prompt") == 139
     assert all(row["y"] < 0.5 for row in rows if row["series"] == "index of dispersion")  # evenly spaced
     assert len(drawn(plots.workload_figure(Workload.from_requests([])))) > 5000
+
+
+def test_a_run_without_any_of_the_tenants_that_are_merged_has_no_line_for_them(make_run: Make) -> None:
+    few, many = make_run(name="few", tenants=("a", "b")), make_run(name="many", tenants=tuple("abcdefghij"))
+    drawn = plots.service_by_tenant([few, many])
+    assert sorted(len(axes.lines) for axes in drawn.axes) == [2, 8]

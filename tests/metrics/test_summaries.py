@@ -170,6 +170,16 @@ def test_requests_without_a_name_are_a_group_beside_named_ones() -> None:
     assert summarise(table({"slo_class": ""}), steps(), gaps()).data["by_slo_class"] == {}
 
 
+def test_a_tenant_that_is_called_as_a_group_is_a_group_of_its_own() -> None:
+    changes = [{"tenant": name} for name in ("", "", "(none)", "(none)'")]
+    groups = summarise(table(*changes), steps(), gaps()).data["by_tenant"]
+    assert {name: one["counts"]["arrived"] for name, one in groups.items()} == {
+        "(none)": 1,
+        "(none)'": 1,
+        "(none)''": 2,
+    }
+
+
 def test_many_tenants_are_cut_to_the_largest_without_losing_a_request() -> None:
     changes = [{"tenant": f"t{i % (MAX_GROUPS + 20)}"} for i in range(2 * MAX_GROUPS + 10)]
     groups = summarise(table(*changes), steps(), gaps()).data["by_tenant"]

@@ -14,6 +14,7 @@ from vajra_py.errors import WorkloadError
 from vajra_py.workload import (
     CsvLayout,
     MooncakeOptions,
+    RequestSpec,
     Workload,
     read_agentic,
     read_azure,
@@ -110,6 +111,17 @@ def test_bytes_that_are_no_text(tmp_path: Path, reader: str) -> None:
     lines = lines_of(reader, 40).split(b"\n")
     lines[30] = b"\xff\xfe" + lines[30]
     check(tmp_path, reader, b"\n".join(lines), ":31", "is not valid UTF-8 (byte 0xff")
+
+
+def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
+    lines = lines_of("jsonl", 3).split(b"\n")
+    lines[1] = lines[1].replace(b"{", rb'{"tenant": "a\ud800", ', 1)
+    check(tmp_path, "jsonl", b"\n".join(lines), ":2", "has half of a surrogate pair")
+    whole = lines[1].replace(rb"\ud800", rb"\ud83d\ude00")
+    (tmp_path / "whole").write_bytes(b"\n".join([lines[0], whole, lines[2]]))
+    assert [one.tenant for one in READERS["jsonl"](tmp_path / "whole")][1] == "a\U0001f600"
+    with pytest.raises(WorkloadError, match="tenant has half of a surrogate pair"):
+        Workload.from_requests([RequestSpec("r", 0.0, 3, 4, tenant="\ud800")])
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from vajra_py.config.slo import parse_slo
+
+_REPLICASET = re.compile(r"replicasets\.[^.]+\.num_replicas")
+"""Path of the number of replicas of a whole replicaset, not of one of its pools."""
 
 _Positive = Annotated[float, Field(strict=True, gt=0)]
 _Count = Annotated[int, Field(strict=True, ge=1)]
@@ -98,8 +102,11 @@ class CapacityConfig(_Section):
     def _one_question(self) -> Self:
         if self.rate is not None and self.replicas is not None:
             raise ValueError("rate and replicas are two different searches. Allowed: one of the two")
-        if any(one.min == 0 and not path.startswith("replicasets.") for path, one in (self.replicas or {}).items()):
-            raise ValueError("min: 0 applies only to one of several replicasets. Allowed here: at least 1")
+        for path, one in (self.replicas or {}).items():
+            if one.min == 0 and not _REPLICASET.fullmatch(path):
+                raise ValueError(
+                    f"min: 0 applies only to one of several replicasets (got {path}). Allowed here: at least 1"
+                )
         given = {one.cost is None for one in (self.replicas or {}).values()}
         if len(given) > 1:
             raise ValueError("cost is given for some replicas only. Allowed: for all of them, or for none")

@@ -28,6 +28,7 @@ __all__ = [
     "Parser",
     "Table",
     "file_facts",
+    "is_encodable",
     "iter_csv_rows",
     "iter_json_lines",
     "iter_lines",
@@ -118,11 +119,23 @@ def iter_json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise WorkloadError(file, number, message, "One JSON object a line") from None
         except RecursionError:
             raise WorkloadError(file, number, "is JSON nested too deeply", "One flat JSON object a line") from None
+        if "\\u" in line and not is_encodable(value):
+            message = f"has half of a surrogate pair, which is no character ({line.strip()[:40]!r})"
+            raise WorkloadError(file, number, message, "Text of whole characters")
         if not isinstance(value, dict):
             raise WorkloadError(file, number, f"is not a JSON object ({line.strip()[:40]!r})", "One JSON object a line")
         yield number, value
     if empty:
         raise WorkloadError(file, None, "is empty (no request in it)", "At least one request")
+
+
+def is_encodable(value: Any) -> bool:
+    """Return True unless a text in this JSON value has half of a surrogate pair, which no file in UTF-8 can hold."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 Array: TypeAlias = npt.NDArray[Any]

@@ -18,6 +18,7 @@ from vajra_py.contract.facts import FACTS, FactKind
 from vajra_py.errors import WorkloadError, did_you_mean
 from vajra_py.workload.arrays import F64, I64, StringColumn
 from vajra_py.workload.columns import Columns, columns_from_requests, concat_columns
+from vajra_py.workload.files import is_encodable
 from vajra_py.workload.followers import problem_with_parents
 from vajra_py.workload.request import RequestSpec
 from vajra_py.workload.stated import FactColumn, format_of
@@ -28,6 +29,7 @@ __all__ = ["SloClass", "Workload"]
 
 TooLong = Literal["drop", "clip", "error"]
 _DURATIONS = tuple(fact.name for fact in FACTS if fact.kind is FactKind.DURATION)
+_TEXTS = tuple(fact.name for fact in FACTS if fact.kind in {FactKind.TEXT, FactKind.TEXTS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +409,9 @@ def _problem(
         )
     if request.request_id in seen or not request.request_id:
         return f"request_id is empty or used before ({request.request_id!r})", "A different id for each request"
+    for name in ("request_id", *_TEXTS):
+        if not is_encodable(getattr(request, name)):
+            return f"{name} has half of a surrogate pair ({getattr(request, name)!r})", "Text of whole characters"
     for name in ("num_prompt_tokens", "num_output_tokens", "max_tokens"):
         value = getattr(request, name)
         if value is not None and value < 1:

@@ -84,7 +84,8 @@ def difference_lines(answers: Sequence[CapacityAnswer]) -> list[str]:
     pairs = capacity_differences(answers)
     if not pairs:
         return []
-    rates = {one.label: one.answer.setting[0] for one in answers if one.by_seed is not None and one.answer is not None}
+    compared = {label for one in pairs for label in (one.first, one.second)}
+    rates = {one.label: one.answer.setting[0] for one in answers if one.label in compared and one.answer is not None}
     top = max(rates, key=lambda label: rates[label])
     with_top = [one for one in pairs if top in (one.first, one.second)]
     rivals = [
@@ -98,7 +99,7 @@ def difference_lines(answers: Sequence[CapacityAnswer]) -> list[str]:
     lines.append(f"({seeds}; p corrected by Holm over {len(pairs)} {'pair' if len(pairs) == 1 else 'pairs'})")
     left_out = [one.label for one in answers if one.label not in rates]
     if left_out:
-        lines.append(f"Not compared, without a capacity for every seed: {', '.join(left_out)}")
+        lines.append(f"Not compared, for lack of several seeds, each with a capacity: {', '.join(left_out)}")
     elif rivals:
         lines.append(f"The highest is not told apart from the next: {', '.join([top, *rivals])}")
     else:

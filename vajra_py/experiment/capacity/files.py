@@ -40,7 +40,7 @@ def write_capacity_files(
         paths[-1].write_text(csv_table(table), encoding="utf-8", newline="")
     conditions = parse_slo(asked.slo).conditions
     limits = [
-        Limit(text, one.metric.text, one.limit, _is_fraction(one))
+        Limit(text, one.metric.text, one.limit, _unit(one))
         for text, one in {one.text: one for one in conditions}.items()
     ]
     curves = [_curve(answer, conditions) for answer in known]
@@ -88,5 +88,8 @@ def _line(
     return [(rate, condition.value_at(slack)) for rate, slack in typical_curve(by_seed, own)]
 
 
-def _is_fraction(condition: Condition) -> bool:
-    return condition.metric.path.endswith("_fraction")
+def _unit(condition: Condition) -> str:
+    """Return the unit of the condition's metric; an empty string for a fraction."""
+    path = condition.metric.path
+    units = {"_fraction": "", ".requests_per_s": "requests/s", ".per_request": "per request"}
+    return next((unit for end, unit in units.items() if path.endswith(end)), "s")

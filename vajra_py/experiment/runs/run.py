@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from vajra_py.config import ExperimentConfig
 from vajra_py.contract.latency import LAST_S
@@ -140,15 +141,21 @@ class _Attempt:
         try:
             outcome = self._backend.start()
         except KeyboardInterrupt:
-            self._write()
-            self._place.note(INTERRUPTED, **self._facts())
+            self._end(INTERRUPTED)
             raise RunInterrupted(f"interrupted; partial results are in {self._place.path}") from None
         except Exception as error:  # keep partial results after any failure
+            self._end(FAILED, error=_error_text(error))
+            raise
+        self._end(FINISHED, **outcome.facts)
+
+    def _end(self, status: str, **facts: Any) -> None:
+        """Write the results and note the run's status: `status`, or failed if the results cannot be written."""
+        try:
             self._write()
+        except Exception as error:
             self._place.note(FAILED, error=_error_text(error), **self._facts())
             raise
-        self._write()
-        self._place.note(FINISHED, **self._facts(), **outcome.facts)
+        self._place.note(status, **self._facts(), **facts)
 
     def _facts(self) -> dict[str, object]:
         seconds, num_steps = self._backend.position()

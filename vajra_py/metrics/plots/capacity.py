@@ -24,7 +24,13 @@ class Limit:
     condition: str
     metric: str
     limit: float
-    is_fraction: bool
+    unit: str
+    """Unit of the metric, such as `s`; empty for a fraction."""
+
+    @property
+    def is_fraction(self) -> bool:
+        """True if the metric is a fraction, which is shown in percent."""
+        return not self.unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ def capacity_figure(curves: Sequence[CapacityCurve], limits: Sequence[Limit], x_
             _draw_knee(own, curve, look)
         own.axhline(limit.limit, color=INK, linewidth=0.9, linestyle=(0, (3, 2)), zorder=1)
         own.set_xlabel(x_label)
-        own.set_ylabel(limit.metric if limit.is_fraction else f"{limit.metric}, s")
+        own.set_ylabel(limit.metric if limit.is_fraction else f"{limit.metric}, {limit.unit}")
         own.set_xlim(*reach)
         if limit.is_fraction:
             percent(own.yaxis)

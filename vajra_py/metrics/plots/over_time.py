@@ -159,9 +159,9 @@ def service_by_tenant(runs: Sequence[RunData], weights: ServiceWeights | None = 
         for i, tenant in enumerate(named):
             if tenant in tenants:
                 own.plot(edges, tenants[tenant], label=tenant or "(none)", **Look(i, i).line)
-        if rest:
-            total = sum(tenants[tenant] for tenant in rest if tenant in tenants)
-            own.plot(edges, total, label=f"{len(rest)} others", **Look(0, is_muted=True).line)
+        others = [tenants[tenant] for tenant in rest if tenant in tenants]
+        if others:
+            own.plot(edges, sum(others), label=f"{len(rest)} others", **Look(0, is_muted=True).line)
         big_numbers(own.yaxis)
     _label_grid(axes, "service (weighted tokens)", "service")
     entries = [(tenant or "(none)", Look(i, i)) for i, tenant in enumerate(named)]

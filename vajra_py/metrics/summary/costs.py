@@ -61,12 +61,12 @@ class ReplicasetDevices(Struct, frozen=True):
 
     def energy_j(self, steps: ArrowTable, window: Window) -> float | None:
         """Return the energy used in the window, in joules: energy during steps, plus energy at idle power for the rest
-        of the time. None without steps or if the devices' power is unknown.
+        of the time. None if the devices' power is unknown.
 
-        `steps` has the steps of this replicaset (or pool) only.
+        `steps` has the steps of this replicaset (or pool) only; none if it is idle.
         """
         power = self.costs.power
-        if power is None or not steps.num_rows:
+        if power is None:
             return None
         formed_at, duration_s = numpy_array(steps.column("formed_at")), numpy_array(steps.column("duration_s"))
         begins, ends = (np.clip(at, window.start_at, window.end_at) for at in (formed_at, formed_at + duration_s))
@@ -99,8 +99,13 @@ def cost_sections(
     prices = {name: one.price_per_hour(window) for name, one in by_replicaset.items()}
     steady_prices = {name: one.price_per_hour(steady) for name, one in by_replicaset.items()}
     own_steps = {name: _of(steps, one.replicaset or name, one.replica_ids) for name, one in by_replicaset.items()}
-    energies = {name: one.energy_j(own_steps[name], window) for name, one in by_replicaset.items()}
-    powers = {name: one.mean_power_w(own_steps[name], steady) for name, one in by_replicaset.items()}
+    has_steps = steps.num_rows > 0  # otherwise no steps were recorded
+    energies = {
+        name: one.energy_j(own_steps[name], window) if has_steps else None for name, one in by_replicaset.items()
+    }
+    powers = {
+        name: one.mean_power_w(own_steps[name], steady) if has_steps else None for name, one in by_replicaset.items()
+    }
     per_hour, energy_j, mean_w = _sum(prices), _sum(energies), _sum(powers)
     steady_per_hour = _sum(steady_prices)
     cost = _over(per_hour, window)

@@ -275,13 +275,22 @@ def _groups(columns: _Columns, groups: tuple[Ints, list[str]], tbt: Callable[[st
     sizes = np.bincount(codes[columns.arrived_inside], minlength=len(names))
     listed = sorted(sorted(range(len(names)), key=lambda c: (-sizes[c], names[c]))[:MAX_GROUPS])
     sections = {
-        names[code] or NO_NAME: _group(columns, order[starts[code] : starts[code + 1]], tbt(names[code]))
+        names[code] or _unused(NO_NAME, names): _group(
+            columns, order[starts[code] : starts[code + 1]], tbt(names[code])
+        )
         for code in listed
     }
     if len(listed) < len(names):
         rest = np.flatnonzero(~np.isin(codes, listed))
-        sections[OTHERS] = _group(columns, rest, None)
+        sections[_unused(OTHERS, names)] = _group(columns, rest, None)
     return sections
+
+
+def _unused(label: str, names: Sequence[str]) -> str:
+    """Return a label that is not one of the names: the given one, followed by as many primes as needed."""
+    while label in names:
+        label += "'"
+    return label
 
 
 def _group(columns: _Columns, rows: Ints, tbt: Section | None) -> Section:
