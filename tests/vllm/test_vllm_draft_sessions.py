@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from tests.vllm.core import EOS, Core, RequestScript, make_scheduler, vllm_config
+from tests.vllm.core import EOS, Core, RequestScript, make_scheduler, request_of, vllm_config
 from tests.vllm.fuzz import RequestScript as Script
 from tests.vllm.fuzz import Session, compare, compare_in, play, propose
 from tests.vllm.test_vllm_fuzz import PLAIN, cached, message, new, runner
@@ -175,3 +179,59 @@ def test_drafts_behind_a_part_of_a_prompt_are_noticed() -> None:
     given = {"num_scheduled_tokens": {"a": 3}, "scheduled_spec_decode_tokens": {"a": [7]}}
     with pytest.raises(WorkerFault, match="behind a part"):
         worker.execute(message(scheduled_new_reqs=[first], **given))
+
+
+class NoDrafts:
+    """A grammar manager under which no draft is allowed."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def grammar_init(self, request: Request) -> None:
+        request.structured_output_request.grammar = object()
+
+    def validate_tokens(self, request: Request, tokens: list[int]) -> list[int]:
+        self.asked.append(request.request_id)
+        return []
+
+    def accept_tokens(self, *_: Any) -> bool:
+        return True
+
+    def grammar_bitmask(self, *_: Any) -> None:
+        return None
+
+
+def test_drafts_are_checked_by_their_grammar_while_another_request_is_computed_again(tiny_model: str) -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    config = vllm_config(
+        tiny_model,
+        max_model_len=512,
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+        speculative_config=speculative,
+    )
+    grammars = NoDrafts()
+    scheduler = make_scheduler(Scheduler, config, 64, 16, grammars=grammars)
+    for name, length in (("g-0", 3), ("p-1", 100), ("q-2", 4)):
+        request = request_of(RequestScript(name, tuple(range(10, 10 + length)), 60, 0), 16, False)
+        if name == "g-0":
+            format_ = StructuredOutputsParams(json_object=True)
+            request.sampling_params.structured_outputs = format_
+            request.structured_output_request = StructuredOutputRequest(format_)
+        scheduler.add_request(request)
+        if name == "g-0":
+            grammars.grammar_init(request)
+    for step in range(22):
+        if step == 12:
+            scheduler.finish_requests("q-2", RequestStatus.FINISHED_ABORTED)
+            assert scheduler.reset_prefix_cache(reset_running_requests=True)
+        output = scheduler.schedule()
+        names = list(output.num_scheduled_tokens)
+        assert "g-0" not in output.scheduled_spec_decode_tokens
+        sampled = [[] if scheduler._records[name].own.num_remaining_tokens > 0 else [300] for name in names]
+        scheduler.update_from_output(
+            output, ModelRunnerOutput(names, {name: place for place, name in enumerate(names)}, sampled)
+        )
+        scheduler.update_draft_token_ids(DraftTokenIds(names, [[1, 2, 3] if one else [] for one in sampled]))
+    assert "g-0" in grammars.asked

@@ -11,8 +11,11 @@ import pytest
 import torch
 from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import RequestStatus
 
-from tests.vllm.core import Core, RequestScript, make_scheduler, vllm_config
+from tests.vllm.core import Core, RequestScript, make_scheduler, request_of, vllm_config
 from vajra_py.errors import ConfigError
 from vajra_py.vllm import Scheduler
 from vajra_py.vllm.settings import EXPERIMENT_VARIABLE, vajra_options_of
@@ -229,3 +232,83 @@ def test_the_experiment_is_named_by_option_or_environment() -> None:
     assert vajra_options_of({}, {}).experiment is None
     with pytest.raises(ConfigError, match="experiment"):
         vajra_options_of({"vajra": {"experimnt": "a.yaml"}}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("vajra_expires_after_s", 1e308), ("vajra_ttft_slo_s", 1e-9), ("vajra_num_program_calls", "1e30")],
+)
+def test_a_number_beyond_the_limits_ends_its_request_alone(tiny_model: str, name: str, value: Any) -> None:
+    core = core_of(tiny_model)
+    core.add(script(0), 4, True)
+    request = request_of(script(1), 4, True)
+    request.sampling_params.extra_args = {name: value}
+    core.take_in(script(1), request)
+    while core.scheduler.has_requests():
+        core.step()
+    assert core.reasons == {"r-0": "length", "r-1": "error"}
+
+
+def test_requests_that_come_before_the_first_step_wait_for_a_time_above_zero(tiny_model: str) -> None:
+    core = core_of(tiny_model)
+    now = iter(range(10**9, 10**12, 10**9))
+    core.scheduler.mechanism._clock = lambda: next(now)
+    for index in range(3):
+        core.add(script(index), 4, True)
+    core.step()
+    own = core.scheduler._records["r-0"].own
+    assert (
+        own.admitted_at == 2.0
+    )  # the second reading of the clock, by the step: the first request has begun a turn at 1 s
+
+
+def test_a_name_may_be_used_again_while_the_step_of_its_aborted_request_is_in_flight(tiny_model: str) -> None:
+    core = core_of(tiny_model, is_async=True)
+    core.add(script(0, output=40), 4, True)
+    for _ in range(5):
+        core.step()
+    core.scheduler.finish_requests("r-0", RequestStatus.FINISHED_ABORTED)
+    core.tokens.clear()
+    core.add(script(0, output=6), 4, True)
+    while core.scheduler.has_requests() or core.queue:
+        core.step()
+    assert core.reasons["r-0"] == "length"
+
+
+class Events(Core):
+    """A core that collects the events of outputs."""
+
+    happened: list[tuple[int, str, list[str]]]
+
+    def update(self, output: Any, result: ModelRunnerOutput) -> None:
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for one in outputs.outputs:
+                self.tokens.setdefault(one.request_id, []).extend(one.new_token_ids)
+                kinds = [event.type.name for event in one.events or ()]
+                if kinds:
+                    self.happened.append((len(self.steps), one.request_id, kinds))
+
+
+def test_events_are_sent_with_the_outputs_with_which_vllm_sends_them(tiny_model: str) -> None:
+    happened = []
+    for cls in (VllmScheduler, Scheduler):
+        config = vllm_config(
+            tiny_model, max_model_len=256, max_num_batched_tokens=64, max_num_seqs=16, enable_prefix_caching=False
+        )
+        core = Events(make_scheduler(cls, config, 26, 4, log_stats=True))
+        core.happened = []
+        for index in range(3):
+            core.add(script(index, 20, 30), 4, False)
+        while core.scheduler.has_requests():
+            core.step()
+        happened.append(core.happened)
+    assert happened[0] == happened[1]
+    assert any("PREEMPTED" in kinds for _, _, kinds in happened[1])
+
+
+def test_a_reset_clears_the_hit_rate_that_is_logged(tiny_model: str) -> None:
+    config = vllm_config(tiny_model, max_model_len=256, max_num_batched_tokens=64, max_num_seqs=16)
+    scheduler = make_scheduler(Scheduler, config, 101, 4, log_stats=True)
+    assert scheduler.reset_prefix_cache()
+    assert scheduler.make_stats().prefix_cache_stats.reset
+    assert not scheduler.make_stats().prefix_cache_stats.reset

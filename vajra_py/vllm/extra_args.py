@@ -12,6 +12,10 @@ from vajra_py.errors import ConfigError, Problem, did_you_mean
 PREFIX = "vajra_"
 """Prefix of the names of arguments for this scheduler."""
 
+_LEAST_S, _MOST_S = 1e-6, 1e9
+_MOST_INTEGER = 2**31 - 1
+"""Limits of durations and whole numbers, as for the requests of `vajra serve`."""
+
 
 def stated_in(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts stated in `extra_args`, by name. Raises `ConfigError` for a wrong name or value."""
@@ -45,6 +49,8 @@ def _integer(where: str, value: Any) -> int:
     number = _finite(value)
     if number is None or number != int(number):
         raise ConfigError(Problem(where, f"is not a whole number ({value!r})"))
+    if abs(number) > _MOST_INTEGER:
+        raise ConfigError(Problem(where, f"is too large ({value!r})", f"A whole number of at most {_MOST_INTEGER}"))
     return int(number)
 
 
@@ -64,8 +70,9 @@ def _number(where: str, value: Any) -> float:
 
 def _seconds(where: str, value: Any) -> float:
     seconds = _finite(value)
-    if seconds is None or seconds <= 0:
-        raise ConfigError(Problem(where, f"is not a time ({value!r})", "Seconds above 0"))
+    if seconds is None or not _LEAST_S <= seconds <= _MOST_S:
+        allowed = f"Seconds between {_LEAST_S:g} and {_MOST_S:g}"
+        raise ConfigError(Problem(where, f"is not a time ({value!r})", allowed))
     return seconds
 
 

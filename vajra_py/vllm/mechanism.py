@@ -491,7 +491,10 @@ class Mechanism(Backend[_VllmReplica]):
 
     def step(self) -> StepPlan | None:
         """Apply the remaining events of this turn, then form and return the next step; None if nothing runs."""
-        tick, one = self.open_turn(), self._one
+        one, heap = self._one, self._driver.events.heap
+        if self._turn is not None and self._driver.now < self._turn and one.plan is None and not heap:
+            self._turn = None  # nothing but arrivals has come in this turn, which began with the first of them
+        tick = self.open_turn()
         self._turn = None
         self._arriving.sort(key=lambda submission: (submission.arrived_at, submission.facts.request_id))
         for submission in self._arriving:

@@ -120,9 +120,12 @@ class Scheduler(WithoutExtras):
         records = self._records = dict[str, Record]()
         self._steady = SteadyTokens(records)
         self._draft_stats = DraftStats(sizes.drafts.num_tokens)
+        self._with_events: set[str] = set()
+        """Requests with output whose next output must contain events that vLLM's metrics count."""
         self._stopping: list[Request] = []  # requests that end with a token of the step being processed
         resumes_as_new, zeroes = bool(vllm_config.use_v2_model_runner), bool(kv_cache_config.needs_kv_cache_zeroing)
         self._messages = Messages(self.mechanism, records, resumes_as_new=resumes_as_new, zeroes=zeroes)
+        self._is_shut_down = False
         self._held: list[Record] = []
         """Requests to be resubmitted to the mechanism with the next step, once all their tokens are known."""
         self._streams = RefusedStreams()
@@ -209,7 +212,7 @@ class Scheduler(WithoutExtras):
     def _on_ended(self, request: Request, reason: EndReason) -> None:
         """Handle a request that the mechanism has ended, for any reason."""
         record = self._records.get(request.request_id)
-        if record is None:
+        if record is None or record.own is not request:  # another request may have this name by now
             return
         if self._connected is not None and self._connected.is_void(request):
             if self._connected.computes_again(request):
@@ -280,6 +283,7 @@ class Scheduler(WithoutExtras):
         """Remove a request that ends with an output of this step, or that the front end has ended."""
         record.is_over = True
         name = record.request_id
+        self._with_events.discard(name)
         del self._records[name]
         del self.requests[name]
         self._steady.forget()
@@ -311,8 +315,7 @@ class Scheduler(WithoutExtras):
         for name in self.mechanism.take_preempted():
             if name in self._records:
                 self._messages.next.preempted.add(name)
-                if self.log_stats:
-                    self.requests[name].record_event(EngineCoreEventType.PREEMPTED)
+                self._record_event(self._records[name], EngineCoreEventType.PREEMPTED)
         output = self._messages.empty() if plan is None else self._message(plan)
         if self._connected is not None:
             self._connected.add_message(output, is_formed=plan is not None)
@@ -423,10 +426,15 @@ class Scheduler(WithoutExtras):
         vllms = record.request
         vllms.status = RequestStatus.RUNNING
         vllms.num_preemptions = request.num_preemptions
-        if self.log_stats:
-            vllms.record_event(EngineCoreEventType.SCHEDULED)
+        self._record_event(record, EngineCoreEventType.SCHEDULED)
         if self._connected is None:
             self._looked_up(record, request, num_cached, 0, is_first=is_first)
+
+    def _record_event(self, record: Record, event: EngineCoreEventType) -> None:
+        if self.log_stats:
+            record.request.record_event(event)
+            if record.output:
+                self._with_events.add(record.request_id)
 
     def _looked_up(
         self, record: Record, request: Request, num_cached: int, num_loaded: int, *, is_first: bool | None = None
@@ -498,7 +506,7 @@ class Scheduler(WithoutExtras):
     def _take_tokens(self, output: ModelRunnerOutput, void: Collection[str]) -> TakenTokens:
         """Process the tokens of a step, except for requests with void results."""
         has_more = output.logprobs or output.prompt_logprobs_dict or output.num_nans_in_logits
-        if not has_more and not void:
+        if not has_more and not void and not self._with_events:
             taken = self._steady.take(output.req_ids, output.sampled_token_ids)
             if taken is not None:
                 return taken
@@ -515,12 +523,14 @@ class Scheduler(WithoutExtras):
             produced = record.output
             own_outputs = outputs.setdefault(record.client_index, [])
             goes_on = record.stops.keys().isdisjoint(tokens)
-            if goes_on and first <= len(produced) + len(tokens) < record.plain_until:
+            is_short = goes_on and first <= len(produced) + len(tokens) < record.plain_until
+            if is_short and name not in self._with_events:
                 produced += tokens
                 own_outputs.append(EngineCoreOutput(name, tokens))
             else:
                 tokens, is_last = record.take(tokens, self._max_model_len)
                 own_outputs.append(self._full_output(record, index, tokens, output, stops=is_last))
+                self._with_events.discard(name)
             if len(tokens) > 1 and (own := record.own) is not None:
                 accepted[own] = len(tokens) - 1
         return TakenTokens(outputs, accepted)
@@ -686,7 +696,7 @@ class Scheduler(WithoutExtras):
         if self._connected is not None:  # blocks that are being loaded or sent must be kept
             is_refused = is_refused or self._connected.num_holding > 0 or self._connected.keeps
         if not is_refused:
-            self._forgets = True
+            self._forgets = self._prefix_stats.reset = True
             self._settle()
         if reset_connector and self._connected is not None:
             return self._connected.reset() and not is_refused
@@ -706,7 +716,10 @@ class Scheduler(WithoutExtras):
         return None if self._events is None else self._events.publisher.get_publisher_config()
 
     def shutdown(self) -> None:
-        """Release the scheduler's resources, and finish the recording."""
+        """Release the scheduler's resources, and finish the recording. A second call does nothing."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
         if self._events is not None:
             self._events.publisher.shutdown()
         if self.connector is not None:

@@ -89,14 +89,14 @@ class SteadyTokens:
         if self._is_new:
             self._look_up()
         batch = self._batch
-        if batch is None or not all(sampled):
+        if batch is None:
             return None
         tokens = list(chain.from_iterable(sampled))
         most = 1 if len(tokens) == len(sampled) else max(map(len, sampled))
         if most >= batch.num_left and most >= batch.count_left():
             self._batch = None
             return None
-        if not batch.stops.isdisjoint(tokens):
+        if not all(sampled) or not batch.stops.isdisjoint(tokens):
             return None
         batch.num_left -= most
         deque(map(list.extend, batch.outputs, sampled), maxlen=0)
