@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ class FakeServer:
         """Awaited before each token, with its number."""
         self.cut_after: int | None = None
         """Tokens after which connections break; None: they do not."""
+        self.key: str | None = None
+        """Key that the list of models needs; None: none."""
         self.num_running = 0
         self.num_left = 0
         self.kv: dict[str, Any] = {"do_remote_prefill": True, "remote_block_ids": [1, 2]}
@@ -125,6 +127,8 @@ class FakeServer:
         return web.Response(text=self.metrics)
 
     async def _models(self, request: web.Request) -> web.Response:
+        if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": {"message": "no key"}}, status=401)
         return web.json_response({"object": "list", "data": [{"id": "fake"}]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -179,7 +183,7 @@ def system(servers: list[Mapping[str, Any]], route: Mapping[str, Any] | None = N
             "route": {"servers": servers, "health_interval_s": 0.02, "metrics_interval_s": 0.02, **(route or {})}
         },
     }
-    if "pools" not in more:
+    if "pools" not in more and "replicasets" not in more:
         settings["num_replicas"] = len(servers)
     return {**settings, **more}
 
@@ -192,6 +196,7 @@ class Router:
         self.session = RouteSession(config, REGISTRY, save_run)
         self.service = RouteService(self.session, ServeOptions(access_log=False, **options))
         self._server = DrainingServer(self.service)
+        self.connections = self._server.connections
         self._bound = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._bound.getsockname()[1]}"
         self.client = httpx.Client(base_url=self.url, timeout=30)
@@ -201,10 +206,14 @@ class Router:
         self._thread.start()
         assert listening.wait(20)
 
-    def close(self) -> None:
+    def drain(self) -> None:
         loop = self._server._event_loop
         assert loop is not None
-        loop.call_soon_threadsafe(self._server.begin_drain)
+        with suppress(RuntimeError):  # the server has ended already
+            loop.call_soon_threadsafe(self._server.begin_drain)
+
+    def close(self) -> None:
+        self.drain()
         self._thread.join(30)
         self._bound.close()
         self.client.close()
@@ -213,14 +222,20 @@ class Router:
 
 @contextmanager
 def routing(
-    num_servers: int, save_run: Path | None = None, places: list[str] | None = None, **more: Any
+    num_servers: int,
+    save_run: Path | None = None,
+    places: list[str] | None = None,
+    sets: list[str] | None = None,
+    **more: Any,
 ) -> Iterator[tuple[Router, list[FakeServer]]]:
-    """A router in front of so many fakes; `places`: their pools."""
+    """A router in front of so many fakes; `places`: their pools; `sets`: their replicasets."""
     thread = LoopThread()
     fakes = [FakeServer(thread) for _ in range(num_servers)]
     servers = [{"url": one.url} for one in fakes]
     if places is not None:
         servers = [{"url": one.url, "pool": pool} for one, pool in zip(fakes, places, strict=True)]
+    if sets is not None:
+        servers = [{"url": one.url, "replicaset": name} for one, name in zip(fakes, sets, strict=True)]
     options = more.pop("options", {})
     router = Router(system(servers, more.pop("route", None), **more), save_run, **options)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ import openai
 import pyarrow.parquet as pq
 import pytest
 
-from tests.route.route_harness import REGISTRY, Router, replayed, routing, words
+from tests.route.route_harness import REGISTRY, Router, replayed, routing, system, words
+from vajra_py.config import system_from_mapping
 from vajra_py.contract import (
     Accept,
     AdmissionDecision,
@@ -24,7 +26,12 @@ from vajra_py.contract import (
     ReplicasetView,
     RequestView,
 )
+from vajra_py.contract.observer import EndReason
+from vajra_py.errors import ConfigError
 from vajra_py.plugins import load_registry
+from vajra_py.route.build import build_router
+from vajra_py.route.session import RouteSession
+from vajra_py.serve.api.reading import SMALL_BODY, parsed
 
 
 class NoParameters(PolicyConfig):
@@ -175,6 +182,54 @@ def test_a_client_that_leaves_takes_its_request_from_the_server() -> None:
         until(lambda: fakes[0].num_left == 1 and router.session.controller.num_alive == 0)
 
 
+def test_a_client_that_leaves_while_its_large_body_is_read_is_computed_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parsing, may_parse = threading.Event(), threading.Event()
+
+    def when_allowed(*given: Any) -> Any:
+        parsing.set()
+        assert may_parse.wait(20)
+        return parsed(*given)
+
+    monkeypatch.setattr("vajra_py.serve.api.reading.parsed", when_allowed)
+    with routing(1) as (router, fakes):
+        body = json.dumps({"prompt": [1] * 50_000, "max_tokens": 5}).encode()
+        assert len(body) > SMALL_BODY
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        address = httpx.URL(router.url)
+        with socket.create_connection((address.host, address.port)) as client:
+            client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+            assert parsing.wait(20)
+        until(lambda: not router.connections.alive)
+        may_parse.set()
+        until(lambda: router.session.controller.num_ended[EndReason.ABORTED] == 1)
+        assert text_of(ask(router, "next")) == "".join(words("next", 4))
+        assert [one["prompt"] for one in fakes[0].bodies] == ["next"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_shutdown_answers_503_to_what_no_server_has_begun_to_answer(stream: bool, tmp_path: Path) -> None:
+    with routing(1, tmp_path / "run", options={"grace_s": 0}) as (router, fakes):
+        asked = threading.Event()
+
+        async def wait(number: int) -> None:
+            asked.set()
+            await asyncio.sleep(60)
+
+        fakes[0].hold = wait
+        found: list[httpx.Response] = []
+        client = threading.Thread(target=lambda: found.append(ask(router, "x", stream=stream)))
+        client.start()
+        assert asked.wait(20)
+        router.drain()
+        client.join(30)
+        assert (found[0].status_code, found[0].json()["error"]["message"]) == (503, "the server is shutting down")
+        assert "retry-after" in found[0].headers
+    assert pq.read_table(tmp_path / "run" / "requests.parquet")["reason"].to_pylist() == ["aborted"]
+    assert replayed(tmp_path / "run").is_equal
+
+
 def test_a_server_that_says_nothing_is_given_up() -> None:
     with routing(2, route={"first_token_timeout_s": 0.2, "metrics_interval_s": None}) as (router, fakes):
         hanging = fakes[0]
@@ -319,6 +374,41 @@ def test_a_key_of_the_router_does_not_reach_servers() -> None:
         assert sent["x-request-id"] == "abc"
 
 
+def test_models_are_listed_with_the_key_of_the_client() -> None:
+    with routing(2) as (router, fakes):
+        for one in fakes:
+            one.key = "k"
+        get = router.client.get
+        refused = get("/v1/models")
+        assert (refused.status_code, refused.json()) == (401, {"error": {"message": "no key"}})
+        fakes[0].key = "of another server"
+        assert get("/v1/models", headers={"authorization": "Bearer k"}).json()["data"] == [{"id": "fake"}]
+
+
+def test_metadata_name_no_other_model_than_the_body() -> None:
+    replicasets = {name: {"num_replicas": 1, "select": {"models": [name]}} for name in ("small", "big")}
+    with routing(2, sets=["small", "big"], replicasets=replicasets) as (router, _):
+        answer = ask(router, "x", model="small", metadata={"model": "big"})
+        assert answer.headers["x-vajra-server"] == "small/0"
+
+
+def test_no_output_tokens_are_a_matter_of_the_server() -> None:
+    with routing(1) as (router, fakes):
+        assert ask(router, "x", 0, echo=True).status_code == 200
+        assert (fakes[0].bodies[0]["max_tokens"], fakes[0].bodies[0]["echo"]) == (0, True)
+
+
+@pytest.mark.parametrize("key", ["secret\n", "schlüssel", "€"])
+def test_a_key_of_servers_that_no_header_carries_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_SERVERS", key)
+    config = system_from_mapping(
+        system([{"url": "http://x"}], {"api_key_variable": "KEY_OF_SERVERS"}), registry=REGISTRY
+    )
+    with pytest.raises(ConfigError, match="'KEY_OF_SERVERS' has characters that a header cannot carry") as raised:
+        RouteSession(config, REGISTRY)
+    assert key not in str(raised.value)
+
+
 def test_metrics_without_end_take_a_server_down_and_not_the_router() -> None:
     with routing(2) as (router, fakes):
         fakes[0].metrics = "x 1\n" * 2_000_000
@@ -386,15 +476,13 @@ def test_a_lost_pair_of_pools_loses_no_request(tmp_path: Path) -> None:
     [
         ({"num_replicas": 3}, "num_replicas: is not the number of its servers (got 3, and 1 servers)"),
         ({"backend": {"route": {"servers": [{"url": "ftp://x"}]}}}, "is not the address of a server"),
+        ({"backend": {"route": {"servers": [{"url": "http://127.0.0.1:80000"}]}}}, "is not the address of a server"),
+        ({"backend": {"route": {"servers": [{"url": "http://127.0.0.1:0"}]}}}, "is not the address of a server"),
+        ({"backend": {"route": {"servers": [{"url": "http://[::1"}]}}}, "is not the address of a server"),
         ({"backend": {"route": {"servers": [{"url": "http://x", "pool": "y"}]}}}, "no such pool (got 'y')"),
     ],
 )
 def test_mistakes_of_a_file_are_named(change: dict[str, Any], says: str) -> None:
-    from tests.route.route_harness import system
-    from vajra_py.config import system_from_mapping
-    from vajra_py.errors import ConfigError
-    from vajra_py.route.build import build_router
-
     with pytest.raises(ConfigError) as raised:
         build_router(system_from_mapping({**system([{"url": "http://x"}]), **change}, registry=REGISTRY), REGISTRY)
     assert says in str(raised.value)

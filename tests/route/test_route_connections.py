@@ -161,6 +161,15 @@ def test_nobody_listens() -> None:
     asyncio.run(work())
 
 
+def test_a_name_that_no_host_can_have_is_refused_like_a_closed_port() -> None:
+    async def work() -> None:
+        with pytest.raises(ServerFault, match=r"it refuses connections \(") as raised:
+            await ask(ConnectionPool(2.0), Address.of("http://127..0.1:8000"))
+        assert raised.value.is_down
+
+    asyncio.run(work())
+
+
 def test_bytes_that_nobody_asked_for_end_a_connection() -> None:
     async def work(raw: Raw, pool: ConnectionPool, address: Address) -> None:
         for _ in range(2):

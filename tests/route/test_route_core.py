@@ -326,6 +326,18 @@ def test_a_stream_is_counted_however_it_is_cut(num_tokens: int, cuts: list[int])
     assert (scan.num_tokens, scan.end, scan.saw_end) == (num_tokens, "length", True)
 
 
+def test_the_end_mark_within_a_text_ends_no_stream() -> None:
+    text = b'data: {"choices": [{"text": "data: [DONE]", "finish_reason": null}]}\n\n'
+    scan = StreamScan()
+    scan.feed(text + b"data: {")
+    assert not scan.saw_end
+    scan.feed(b'"text": "')
+    scan.feed(b'data: [DONE]"}\n\n')
+    assert (scan.saw_end, scan.num_tokens) == (False, 2)
+    scan.feed(b"data: [DONE]\n\n")
+    assert (scan.saw_end, scan.num_tokens) == (True, 2)
+
+
 def test_settings_of_a_pools_replicas_count() -> None:
     servers = [{"url": f"http://{pool}", "pool": pool} for pool in ("a", "b")]
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import resource
 import socket
+import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +24,8 @@ from vajra_py.errors import ConfigError
 from vajra_py.plugins import load_registry
 from vajra_py.serve.http.connections import most_connections
 from vajra_py.serve.http.logs import JsonFormatter, TextFormatter
-from vajra_py.serve.server import bind, bind_unix
+from vajra_py.serve.http.options import ServeOptions
+from vajra_py.serve.server import bind, bind_unix, serve
 from vajra_py.serve.session.session import EngineSession, SessionParts
 
 
@@ -61,9 +67,31 @@ def test_an_address_of_another_machine_is_none_to_listen_on() -> None:
         bind("192.0.2.1", 0)
 
 
-def test_a_host_that_is_no_name() -> None:
-    with pytest.raises(ConfigError, match=r"host: cannot be listened on \('256.0.0.1.invalid:'"):
-        bind("256.0.0.1.invalid:", 0)
+@pytest.mark.parametrize("host", ["256.0.0.1.invalid:", "127..0.1"])
+def test_a_host_that_is_no_name(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"host: cannot be listened on \('{re.escape(host)}'"):
+        bind(host, 0)
+
+
+# TLS
+
+
+@pytest.mark.parametrize("wrong", ["certificate", "password", "key", "authorities"])
+def test_files_that_do_not_make_tls_are_named(wrong: str, tls_files: tuple[Path, Path], tmp_path: Path) -> None:
+    key, certificate = tls_files
+    options = ServeOptions(port=0, ssl_keyfile=key, ssl_certfile=certificate)
+    if wrong == "certificate":
+        options = replace(options, ssl_certfile=Path(__file__))
+    elif wrong == "authorities":
+        options = replace(options, ssl_ca_certs=Path(__file__))
+    else:
+        made = tmp_path / "other.pem"
+        how = ["rsa", "-aes128", "-passout", "pass:right", "-in", str(key)] if wrong == "password" else ["genrsa"]
+        subprocess.run(["openssl", *how, "-out", str(made)], check=True, capture_output=True)
+        options = replace(options, ssl_keyfile=made, ssl_keyfile_password="wrong")
+    service: Any = SimpleNamespace(options=options, statuses=Counter(), make_app=lambda: None)
+    with pytest.raises(ConfigError, match=r"ssl_certfile: cannot be used with the given key, password and authorities"):
+        serve(service, lambda address: None)
 
 
 # Unix sockets

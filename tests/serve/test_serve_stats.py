@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from tests.sim.split_pools import prepared, settings
 from vajra_py.contract import Layer
 from vajra_py.contract.observer import PolicySwap
 from vajra_py.errors import ExecutorError
@@ -115,6 +116,16 @@ def test_preemptions_are_counted_and_waiting_again_is_no_queueing() -> None:
     assert one.num_preemptions == 1
     assert values(one.queue)[0] == 2
     assert one.num_looked_up_tokens == 16
+
+
+def test_a_request_that_moves_to_another_pool_is_counted_once() -> None:
+    run, simulator, _ = prepared(settings())
+    stats = ServerStats(run.controller, 100)
+    run.controller.watch((stats,))
+    simulator.run([RequestSpec(f"r{number}", 0.0, 100, 5) for number in range(4)])
+    one = stats.sets["default"]
+    assert dict(one.ended) == {"stop": 4}
+    assert (values(one.queue)[0], one.num_looked_up_tokens) == (4, 400)
 
 
 # SLOs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from secrets import token_hex
 from typing import Any
 
@@ -15,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.route.body import RouteBody, prompt_tokens, tokenizer_of
 from vajra_py.route.connections import ServerFault
-from vajra_py.route.exchange import Exchange
+from vajra_py.route.exchange import Exchange, passed_on
 from vajra_py.route.session import RouteSession
 from vajra_py.runtime.kv.block_hashes import adapter_salt
 from vajra_py.runtime.requests.request import RequestFacts
@@ -87,9 +86,9 @@ class RouteService:
             return
         if scope["method"] != "GET":
             raise ApiError(404, f"there is nothing at {path}", code="not_found")
-        await (await self._own(path))(scope, receive, send)
+        await (await self._own(path, scope))(scope, receive, send)
 
-    async def _own(self, path: str) -> Response:
+    async def _own(self, path: str, scope: Scope) -> Response:
         session = self.session
         if path in ("/health", "/ready"):
             if path == "/ready" and not session.is_ready:
@@ -103,18 +102,23 @@ class RouteService:
             if self._models:
                 data = [{"id": one, "object": "model", "owned_by": "vajra"} for one in session.settings.models]
                 return JSONResponse({"object": "list", "data": data})
-            return await self._models_of_servers()
+            return await self._models_of_servers(scope)
         raise ApiError(404, f"there is nothing at {path}", code="not_found")
 
-    async def _models_of_servers(self) -> Response:
+    async def _models_of_servers(self, scope: Scope) -> Response:
+        """Return the list of the first server that has one; else the last refusal of a server. Raises `ApiError`."""
         client = self.session.client
         assert client is not None
+        headers = passed_on(scope, has_own_keys=self.options.has_keys)
+        refusal: ServerFault | None = None
         for one in self.session.status().values():
             if one["state"] == "up":
                 try:
-                    return Response(await client.models(one["url"]), media_type="application/json")
-                except ServerFault:
-                    continue
+                    return Response(await client.models(one["url"], headers), media_type="application/json")
+                except ServerFault as fault:
+                    refusal = fault if fault.status else refusal
+        if refusal is not None:
+            return Response(refusal.body, refusal.status, media_type="application/json")
         raise ApiError(503, "no server is up", code="unavailable", retry_after_s=1)
 
     def _metrics(self) -> str:
@@ -156,7 +160,11 @@ class RouteService:
         headers = with_tenant(read_headers(request.headers), request.scope.get(TENANT))
         tokens = prompt_tokens(body, self._tokenizer)
         limit = body.max_completion_tokens or body.max_tokens
-        metadata = {"model": body.model, **_plain(body.metadata)} if body.model else _plain(body.metadata)
+        if limit == 0:  # allowed with `echo`; the server then computes a token that it does not send
+            limit = 1
+        metadata = _plain(body.metadata)
+        if body.model:
+            metadata["model"] = body.model
         facts = RequestFacts(f"route-{token_hex(16)}", len(tokens), limit, metadata, **stated_in(headers, body))
         salt = body.cache_salt
         if body.model in self._adapters:
@@ -168,7 +176,7 @@ class RouteService:
             raise of_config_error(error) from None
 
 
-def _plain(given: Any) -> Mapping[str, str | int | float]:
+def _plain(given: Any) -> dict[str, str | int | float]:
     if not isinstance(given, dict):
         return {}
     return {str(name): value for name, value in given.items() if isinstance(value, str | int | float)}

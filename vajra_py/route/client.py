@@ -81,8 +81,11 @@ class ServerClient:
         Raises `ServerFault`, as does reading the answer.
         """
         lines = [b"content-type: application/json", b"content-length: %d" % len(body)]
-        lines += [name + b": " + value for name, value in headers if self._key is None or name != b"authorization"]
-        return await self._send(connection, b"POST", path, lines, body)
+        return await self._send(connection, b"POST", path, lines + self._lines(headers), body)
+
+    def _lines(self, headers: Headers) -> list[bytes]:
+        """Return the lines of a client's headers; its key is left out if the servers have one of their own."""
+        return [name + b": " + value for name, value in headers if self._key is None or name != b"authorization"]
 
     async def _send(
         self, connection: Connection, method: bytes, path: str, lines: list[bytes], body: bytes = b""
@@ -137,14 +140,17 @@ class ServerClient:
         except ServerFault:
             return False
 
-    async def models(self, url: str) -> bytes:
-        """Return a server's list of models. Raises `ServerFault`."""
-        return (await self._get(url, "/v1/models"))[1].encode()
+    async def models(self, url: str, headers: Headers) -> bytes:
+        """Return a server's list of models. Raises `ServerFault`, also for any status other than 200."""
+        status, text = await self._get(url, "/v1/models", headers)
+        if status != 200:
+            raise ServerFault(f"it answered with status {status}", status=status, body=text.encode())
+        return text.encode()
 
-    async def _get(self, url: str, path: str) -> tuple[int, str]:
+    async def _get(self, url: str, path: str, headers: Headers = ()) -> tuple[int, str]:
         try:
             async with asyncio.timeout(_POLL_S):
-                answer = await self._send(await self.connect(url), b"GET", path, [])
+                answer = await self._send(await self.connect(url), b"GET", path, self._lines(headers))
                 try:
                     return answer.status, (await self.read(answer, _MOST_METRICS_BYTES)).decode("utf-8", "replace")
                 finally:

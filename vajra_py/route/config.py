@@ -52,8 +52,13 @@ class ServerConfig(Section):
     @field_validator("url")
     @classmethod
     def _is_url(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        try:
+            parts = urlsplit(url)
+            is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            is_server = is_server and not (parts.query or parts.fragment)
+        except ValueError:  # the port is not a number up to 65535, or a bracket is missing
+            is_server = False
+        if not is_server:
             raise ValueError(f"is not the address of a server (got {url!r}). Allowed: such as http://10.0.0.5:8000")
         return url.rstrip("/")
 

@@ -424,7 +424,7 @@ class ConnectionPool:
         except BaseException as error:
             for one in made:
                 one.close()
-            if not isinstance(error, OSError):
+            if not isinstance(error, OSError | UnicodeError):  # UnicodeError: the name cannot be a host's
                 raise
             if isinstance(error, TimeoutError):
                 raise ServerFault("it did not answer in time") from None
@@ -459,8 +459,8 @@ class ConnectionPool:
                 await asyncio.wait_for(self._all_closed.wait(), _LAST_BYTES_S)
 
 
-def _why(error: OSError) -> str:
+def _why(error: OSError | UnicodeError) -> str:
     """Return the reason why a server accepts no connection, without its address, because clients see the text."""
-    if error.errno is None or isinstance(error, gaierror | ssl.SSLError):
+    if isinstance(error, UnicodeError | gaierror | ssl.SSLError) or error.errno is None:
         return type(error).__name__
     return os.strerror(error.errno)

@@ -24,7 +24,7 @@ from vajra_py.serve.http.options import ServeOptions
 _STOPPED, _LENGTH = EndReason.STOP.value, EndReason.LENGTH.value
 _FAILED = EndReason.FAILED.value
 _FINISH = re.compile(rb'"finish_reason": ?"([a-z_]+)"')
-_DONE = b"data: [DONE]"
+_DONE = b"\ndata: [DONE]"
 _KEPT = 64
 """Bytes kept from the end of each piece of a stream, since a finish reason or end mark may extend over two pieces."""
 _BUSY = (429, 503)
@@ -36,7 +36,7 @@ class StreamScan:
     __slots__ = ("_rest", "num_events", "reason", "saw_end")
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = b"\n"  # the first piece begins a line
         self.num_events = 0
         self.saw_end = False
         """True if the stream's end was received."""
@@ -77,7 +77,7 @@ class Exchange:
         self._send = send
         self._retry_after_s = options.retry_after_s
         self._news = asyncio.Event()
-        self._headers = _passed_on(scope, has_own_keys=options.has_keys)
+        self._headers = passed_on(scope, has_own_keys=options.has_keys)
         self.routed = Routed(self._on_news)
         self._task: asyncio.Task[None] | None = None
         self._refused: tuple[int, bytes, str] | None = None
@@ -102,17 +102,18 @@ class Exchange:
             answering.cancel()
 
         leaving = begin(_left(receive))
-        if leaving is not None:
-            leaving.add_done_callback(leave)
+        if leaving is None:  # the client left while its body was read
+            self._session.abort(self.routed)
+            return
+        leaving.add_done_callback(leave)
         try:
             await self._answer()
         except asyncio.CancelledError:
             if not has_left or answering.uncancel():
                 raise
         finally:
-            if leaving is not None:
-                leaving.remove_done_callback(leave)
-                leaving.cancel()
+            leaving.remove_done_callback(leave)
+            leaving.cancel()
             if self.routed.end is None:
                 self._session.abort(self.routed)
 
@@ -281,7 +282,7 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-def _passed_on(scope: Scope, *, has_own_keys: bool) -> Headers:
+def passed_on(scope: Scope, *, has_own_keys: bool) -> Headers:
     """Return the client's headers to forward to servers; the API key is left out if the router has its own keys."""
     kept: tuple[bytes, ...] = (b"x-request-id", b"traceparent", b"tracestate", b"accept")
     if not has_own_keys:

@@ -27,7 +27,8 @@ from vajra_py.runtime.records.input_log import Arrival, CacheReport
 from vajra_py.runtime.requests.request import Request, RequestFacts
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.support.clock import to_seconds
-from vajra_py.serve.session.output_streams import End
+from vajra_py.serve.http.options import is_key
+from vajra_py.serve.session.output_streams import SHUTTING_DOWN, End
 from vajra_py.serve.session.session import STOP_S, SessionState
 
 if TYPE_CHECKING:  # `subscription` imports optional packages
@@ -97,15 +98,7 @@ class RouteSession:
     def __init__(self, config: SystemConfig, registry: Registry, save_run: Path | None = None) -> None:
         self.settings = settings = route_settings(config)
         self.config = config
-        key = None
-        if settings.api_key_variable is not None:
-            key = os.environ.get(settings.api_key_variable)
-            if not key:
-                message = f"the variable {settings.api_key_variable!r} is not set"
-                raise ConfigError(
-                    Problem("backend.route.api_key_variable", message, "A variable with the servers' key")
-                )
-        self._key = key
+        self._key = _key_of_servers(settings)
         controller = build_router(config, registry)
         self.controller = controller
         self.state = SessionState.LOADING
@@ -290,7 +283,10 @@ class RouteSession:
         if routed is not None:
             self._forget(routed)
             retry = None if request.admission is None else request.admission.retry_after_s
-            routed.end = End(reason, request.detail, retry_after_s=retry)
+            detail = request.detail
+            if reason is EndReason.ABORTED and self.state is SessionState.DRAINING:
+                reason, detail = EndReason.FAILED, SHUTTING_DOWN  # a client that has left does not see it
+            routed.end = End(reason, detail, retry_after_s=retry)
             routed.on_news()
 
     # Timer
@@ -389,6 +385,21 @@ class RouteSession:
             if self._kv_feeds is not None:
                 found[f"{name}/{replica_id}"]["kv_events"] = self._kv_feeds.is_followed((name, replica_id))
         return found
+
+
+def _key_of_servers(settings: RouteConfig) -> str | None:
+    """Return the servers' API key; None if the clients' keys are passed on. Raises `ConfigError`."""
+    variable = settings.api_key_variable
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if key and is_key(key):
+        return key
+    message, allowed = f"the variable {variable!r} is not set", "A variable with the servers' key"
+    if key:
+        message = f"the variable {variable!r} has characters that a header cannot carry"
+        allowed = "Allowed: visible ASCII"
+    raise ConfigError(Problem("backend.route.api_key_variable", message, allowed))
 
 
 def _kv_feeds(settings: RouteConfig) -> type[KvFeeds] | None:

@@ -251,8 +251,9 @@ def _address(bound: socket.socket, options: ServeOptions) -> str:
 
 
 def _config(service: Served) -> uvicorn.Config:
+    """Return the loaded configuration. Raises `ConfigError` if the files for TLS cannot be used."""
     options = service.options
-    return uvicorn.Config(
+    config = uvicorn.Config(
         AccessLog(service.make_app(), service.statuses, enabled=options.access_log),
         http=cast(Any, Connection),
         log_config=None,
@@ -271,6 +272,13 @@ def _config(service: Served) -> uvicorn.Config:
         ssl_ca_certs=None if options.ssl_ca_certs is None else str(options.ssl_ca_certs),
         ssl_cert_reqs=ssl.CERT_NONE if options.ssl_ca_certs is None else ssl.CERT_REQUIRED,
     )
+    try:
+        config.load()
+    except ssl.SSLError as error:
+        message = f"cannot be used with the given key, password and authorities ({error.reason or error})"
+        allowed = "Allowed: files in PEM format, the key of the certificate, and the password of the key"
+        raise ConfigError(Problem("ssl_certfile", message, allowed)) from None
+    return config
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -279,7 +287,7 @@ def bind(host: str, port: int) -> socket.socket:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = infos[0]
         bound = socket.socket(family, kind, protocol)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(Problem("host", f"cannot be listened on ({host!r}: {error})")) from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -326,9 +334,9 @@ def serve(service: Served, on_listening: Callable[[str], None]) -> None:
     """
     options = service.options
     options.check()
+    server = DrainingServer(service)
     bound = bind(options.host, options.port) if options.uds is None else bind_unix(options.uds)
     made = None if options.uds is None else options.uds.stat()
-    server = DrainingServer(service)
     session = service.session
     server.on_listening = lambda: on_listening(_address(bound, options))
     with Guard(lambda: session.is_writing) as server.guard:

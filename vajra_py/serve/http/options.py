@@ -162,7 +162,7 @@ class ServeOptions:
         problems += [
             Problem(name, "has characters that a header cannot carry", "Allowed: visible ASCII")
             for name, keys in (("api_key", self._given_keys), ("admin_api_key", (self.admin_api_key,)))
-            if not all(re.fullmatch(r"[\x21-\x7e]+", key or "none") for key in keys)
+            if not all(is_key(key or "none") for key in keys)
         ]
         problems += [*self._admin_problems(), *self._listening_problems(), *self._browser_problems()]
         try:
@@ -199,7 +199,7 @@ class ServeOptions:
             if not key or key.startswith("#"):
                 continue
             tenant = tenant.strip()
-            if not re.fullmatch(r"[\x21-\x7e]+", key) or len(tenant) > 256 or not tenant.isprintable():
+            if not is_key(key) or len(tenant) > 256 or not tenant.isprintable():
                 message = f"line {number} is not a key and a tenant"
                 problems.append(Problem("api_key_file", message, "Allowed: visible ASCII, a blank, a name"))
             elif key in keys:
@@ -256,6 +256,11 @@ class ServeOptions:
                 Problem("root_path", f"is not a prefix of paths ({self.root_path!r})", "Allowed: such as /llm")
             )
         return problems
+
+
+def is_key(text: str) -> bool:
+    """Return True if an API key can be sent in a header: it is not empty, and all its characters are visible ASCII."""
+    return re.fullmatch(r"[\x21-\x7e]+", text) is not None
 
 
 def _is_network(text: str) -> bool:

@@ -143,7 +143,7 @@ class ServerStats(Observer):
         """At the first admission, count the queueing time, the prompt tokens looked up in the prefix cache, and those
         found there.
         """
-        if request.num_preemptions:
+        if cast(Request, request).admitted_at != now:
             return
         stats = self._of(request)
         stats.num_looked_up_tokens += request.num_prompt_tokens

@@ -24,6 +24,9 @@ from vajra_py.engine.requests import RequestMetrics
 from vajra_py.errors import VajraError
 from vajra_py.runtime.requests.request import Request
 
+SHUTTING_DOWN = "the server is shutting down"
+"""Detail of the end of requests that a shutdown ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -218,5 +221,5 @@ class LoopBridge:
 def _detail_of(error: BaseException | None) -> str:
     """Return the message for clients about the error that ended the engine; None: the server is shutting down."""
     if error is None:
-        return "the server is shutting down"
+        return SHUTTING_DOWN
     return str(error) if isinstance(error, VajraError) else "the engine has failed; the server's log says why"

@@ -37,7 +37,7 @@ from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.controller import Controller
 from vajra_py.runtime.serving.eligibility import AdmissionLimits
 from vajra_py.runtime.serving.policy_swap import Swapped
-from vajra_py.serve.session.output_streams import LoopBridge, OutputStream
+from vajra_py.serve.session.output_streams import SHUTTING_DOWN, LoopBridge, OutputStream
 
 _log = logging.getLogger(__name__)
 STOP_S = 2.0
@@ -247,7 +247,7 @@ class EngineSession:
             return "; ".join(f"{name}: {why}" for name, why in self.unavailable().items())
         if self.state is SessionState.FAILED:
             return "the engine has failed; the server's log says why"
-        return "the server is shutting down"
+        return SHUTTING_DOWN
 
     @property
     def num_open(self) -> int:
