@@ -57,6 +57,7 @@ def test_a_group_is_an_argument() -> None:
         ("p99(ttft) == 1", "is not a condition"),
         ("not p99(ttft) <= 1", "is not a condition"),
         ("attainment >= True", "does not compare with a number"),
+        (f"p99(ttft) <= {10**400}", "does not compare with a number"),
     ],
 )
 def test_what_is_not_an_expression_is_said(text: str, said: str) -> None:

@@ -131,6 +131,12 @@ def test_all_missing_and_ill_typed_keys_are_named_at_once() -> None:
     [
         ({"is_encoder_decoder": True}, "is_encoder_decoder: is true. Only decoder-only"),
         ({"layer_types": ["full_attention", "linear_attention"] * 2}, "linear_attention"),
+        (
+            {"layer_types": ["sliding_attention"] * 12, "sliding_window": 8},
+            "layer_types: does not have one type per layer (12 of",
+        ),
+        ({"layer_types": 5}, "layer_types: is not a list (5)"),
+        ({"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": 3}, "mlp_only_layers: is not a list (3)"),
         ({"num_key_value_heads": 3}, "does not divide num_attention_heads (3 and 8)"),
         ({"num_local_experts": 4}, "num_experts_per_tok: is missing"),
         ({"num_local_experts": 4, "num_experts_per_tok": 5}, "larger than the number of experts (5 of 4)"),

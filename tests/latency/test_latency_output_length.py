@@ -83,6 +83,7 @@ def test_the_oracle_tells_the_truth_and_only_of_what_it_knows() -> None:
     predictor = build("oracle", {"r0": 42})
     assert predictor.predict(Request()) == LengthEstimate(42, 42, 42)
     assert predictor.predict(Request("r1")) is None
+    assert predictor.predict(Request(max_tokens=10)) == LengthEstimate(10, 10, 10)
 
 
 def test_quantiles_give_the_distributions_mean_and_percentiles() -> None:

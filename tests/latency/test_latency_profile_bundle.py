@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from vajra_py.latency import (
     read_bundle,
 )
 from vajra_py.latency.hardware.host_overhead import HostOverhead
+from vajra_py.latency.operators.attention_grid import filled
 from vajra_py.latency.operators.bundle_files import Samples, SkewSample
 from vajra_py.latency.operators.collectives import Collectives
 from vajra_py.latency.operators.dense_times import DenseTimes
@@ -341,6 +343,17 @@ def test_a_calibration_scales_parts_and_fits_one_bundle(bundle: Path, tmp_path: 
         of(bundle, tensor_parallel=2, calibration=str(tmp_path / "calibration.json"))
 
 
+def test_a_hole_in_a_long_axis_changes_no_measured_time() -> None:
+    rows, columns = np.array([1.0, 2.0, 4.0]), np.arange(1.0, 81.0)
+    times = 100 * np.sqrt(rows[:, None] * columns)
+    grid = times.copy()
+    grid[[0, 1, 2], [70, 74, 76]] = np.nan
+    known = np.isfinite(grid)
+    found = filled(grid, (rows, columns))
+    np.testing.assert_array_equal(found[known], times[known])
+    np.testing.assert_allclose(found, times, rtol=1e-3)
+
+
 def test_experts_are_read_by_tokens_and_experts_that_they_reach() -> None:
     model = load_model("Qwen3-30B-A3B")  # 128 experts, 8 a token
     tokens, activated = np.meshgrid([1.0, 64.0, 4096.0], [8.0, 64.0, 128.0], indexing="ij")
@@ -395,6 +408,16 @@ def test_mistakes_are_found_with_file_and_line(
 ) -> None:
     edit(bundle / file, old, new)
     with pytest.raises(ConfigError, match=said):
+        of(bundle)
+
+
+def test_a_damaged_gzip_of_times_is_named(bundle: Path) -> None:
+    file = bundle / "tp1" / "dense.csv"
+    packed = bytearray(gzip.compress(file.read_bytes()))
+    packed[40:60] = bytes(each ^ 0x5A for each in packed[40:60])
+    file.unlink()
+    file.with_suffix(".csv.gz").write_bytes(packed)
+    with pytest.raises(ConfigError, match=r"dense\.csv\.gz: cannot be read"):
         of(bundle)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from vajra_py.latency.models.fitting import (
     held_out_errors,
 )
 from vajra_py.latency.models.profiled import Curve
+from vajra_py.latency.models.tabular import read_columns
 
 
 def shapes(count: int, stream: np.random.Generator) -> list[BatchFeatures]:
@@ -195,6 +197,20 @@ def test_measured_steps_of_ones_own_are_fitted(tmp_path: Path) -> None:
     described = model.describe()
     assert (described.origin, described.source) == ("measured", "a fit to the measured steps of steps.csv")
     assert described.errors["step"] < 0.05
+
+
+def test_a_damaged_gzip_and_numbers_too_large_are_named(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress("\n".join([",".join(STEP_COLUMNS), *map(str, range(2000))]).encode()))
+    packed[60:200] = bytes(each ^ 0x5A for each in packed[60:200])
+    (tmp_path / "steps.csv.gz").write_bytes(packed)
+    with pytest.raises(ConfigError, match=r"steps\.csv\.gz: cannot be read"):
+        read_columns(tmp_path / "steps.csv.gz", ())
+    (tmp_path / "steps.json").write_text(f'{{"time_s": [{10**400}]}}')
+    with pytest.raises(ConfigError, match=r"steps\.json time_s\[0\]: is not a number"):
+        read_columns(tmp_path / "steps.json", ())
+    (tmp_path / "steps.json").write_text(f'{{"time_s": [{"1" * 5000}]}}')
+    with pytest.raises(ConfigError, match=r"steps\.json: cannot be read as JSON"):
+        read_columns(tmp_path / "steps.json", ())
 
 
 @pytest.mark.parametrize(

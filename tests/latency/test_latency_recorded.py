@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from vajra_py.contract.latency import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError
 from vajra_py.latency import ConstantModel, RecordedDurations, RecordedModel, ReplaysDurations
+from vajra_py.latency.models.packed_times import RECORD_COLUMNS
 
 
 def test_durations_come_back_in_order_per_replica() -> None:
@@ -59,6 +62,16 @@ def test_broken_steps_tables_are_refused(tmp_path: Path, text: str, message: str
     (tmp_path / "steps.csv").write_text(text)
     with pytest.raises(ConfigError, match=message):
         RecordedDurations.from_steps_table(tmp_path / "steps.csv")
+
+
+def test_broken_step_records_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "steps.parquet"
+    pq.write_table(pa.table({"replica_id": [0], "num_steps": [1]}), path)
+    with pytest.raises(ConfigError, match=r"steps\.parquet: has no column 'duration'"):
+        RecordedDurations.from_steps_table(path)
+    pq.write_table(pa.table({name: [0] for name in ("replica_id", *RECORD_COLUMNS)}), path)
+    with pytest.raises(ConfigError, match=r"steps\.parquet: has step records without ticks_per_second"):
+        RecordedDurations.from_steps_table(path)
 
 
 def test_the_model_replays_for_the_executor() -> None:

@@ -41,6 +41,7 @@ ROW = "2023-11-16 18:15:46,374,44"
 JSONL = {"request_id": "a", "arrived_at": 0.0, "num_prompt_tokens": 4, "num_output_tokens": 5}
 MOONCAKE = {"timestamp": 0, "input_length": 513, "output_length": 5, "hash_ids": [0, 1]}
 TURN = [0.0, 200, 10, 2.0, 0.0, None, 1, 0, [1, 3]]
+HUGE = 10**400  # a whole number that no float can hold
 AGENTIC = {"id": "x", "block_size": 64, "tool_tokens": 1, "system_tokens": 1, "requests": [TURN]}
 
 
@@ -223,6 +224,11 @@ def test_parents_that_cannot_be_waited_for(tmp_path: Path, follows: str, words: 
     check(tmp_path, "jsonl", "\n".join(lines), ":2", words, "The id of an earlier request")
 
 
+def test_a_block_id_that_does_not_fit(tmp_path: Path) -> None:
+    text = f"{CSV},prefix_block_ids_16\n0,20,1,{2**63 - 1}\n0,20,1,{2**63}\n"
+    check(tmp_path, "lengths", text, ":3", f"('{2**63}')", "a whole number from 0 to 2**63 - 1")
+
+
 def test_a_csv_without_the_needed_columns(tmp_path: Path) -> None:
     check(tmp_path, "csv", "a,b\n1,2\n", ":1", "has no column for arrived_at (a, b)", "arrival_s")
     check(tmp_path, "lengths", "prompt_tokens,b\n1,2\n", ":1", "has no column for num_output_tokens", "output_tokens")
@@ -254,6 +260,8 @@ def test_a_trace_of_failures_only(tmp_path: Path) -> None:
         (json.dumps(JSONL | {"arrived_at": "soon"}), ["arrived_at cannot be used"]),
         (json.dumps(JSONL | {"arrived_at": float("nan")}), ["arrived_at cannot be used ('nan')"]),
         (json.dumps(JSONL | {"arrived_at": True}), ["arrived_at cannot be used"]),
+        (json.dumps(JSONL | {"arrived_at": HUGE}), ["arrived_at cannot be used ('1000"]),
+        (json.dumps(JSONL).replace("0.0", "1" * 5000), ["has a number of too many digits"]),
         (json.dumps(JSONL | {"num_prompt_tokens": 4.5}), ["num_prompt_tokens cannot be used ('4.5')"]),
         (json.dumps(JSONL | {"num_output_tokens": 0}), ["num_output_tokens cannot be used", ">= 1"]),
         (json.dumps(JSONL | {"request_id": "b", "priority": None}), ["priority cannot be used ('None')"]),
@@ -288,6 +296,7 @@ def test_descending_times_of_the_own_format(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"timestamp": -1}, ["timestamp is not a time (-1)", "milliseconds >= 0"]),
+        ({"timestamp": HUGE}, ["timestamp is not a time (1000"]),
         ({"timestamp": "x"}, ["timestamp is not a time ('x')"]),
         ({"timestamp": float("inf")}, ["timestamp is not a time (inf)"]),
         ({"input_length": 0}, ["input_length cannot be used (0)"]),
@@ -333,6 +342,8 @@ def test_a_mooncake_line_without_a_field_or_out_of_order(tmp_path: Path) -> None
         ({"requests": []}, ["requests is not a list of requests"]),
         ({"requests": [TURN[:5]]}, ["request 0: is not a list of 9 values"]),
         ({"requests": [[-1.0, *TURN[1:]]]}, ["request 0: time cannot be used (-1.0)"]),
+        ({"requests": [[HUGE, *TURN[1:]]]}, ["request 0: time cannot be used (1000"]),
+        ({"requests": [[0.0, 2**31, *TURN[2:]]]}, ["request 0: tokens cannot be used (prompt 2147483648", "at most"]),
         ({"requests": [TURN, [-0.0, "200", *TURN[2:]]]}, ["request 1: tokens cannot be used (prompt '200'"]),
         ({"requests": [[*TURN[:8], [1]]]}, ["request 0: runs of block ids cannot be used"]),
         ({"requests": [[*TURN[:8], [1, 4]]]}, ["request 0: has 4 full blocks in a prompt of 200 tokens"]),

@@ -236,6 +236,7 @@ def test_a_recorded_prompt_not_longer_than_its_parents_begins_with_the_answer(tm
         ("p,a,,0,10,5,1,\nq,b,a,0,10,5,2,", 3, "a call that its program does not have"),
         ("p,a,b,0,10,5,1,\np,b,,0,10,5,,", 2, r"a call that comes later \('b'\)"),
         ("p,a,,0,10,5,1,\np,a,,0,10,5,1,", 3, "is there already"),
+        ("a,b/c,,0,10,5,1,\na/b,c,,0,10,5,1,", 3, r"has the id of line 2 \('a/b/c'\)"),
         ("p,a,,-1,10,5,1,", 2, "delay_s is not a duration"),
         ("p,a,,soon,10,5,1,", 2, "delay_s is not a duration"),
         ("p,a,,0,10,5,,", 2, "has no start"),

@@ -159,6 +159,8 @@ def test_lengths_with_blocks_share_prefixes(tmp_path: Path) -> None:
     broken = written(tmp_path, "arrival_s,input_tokens,output_tokens,prefix_block_ids_16\n0,20,1,1 2\n", "b.csv")
     with pytest.raises(WorkloadError, match=r"b.csv:2: .*does not list the full blocks of a prompt of 20 tokens"):
         read_lengths(broken)
+    with pytest.raises(WorkloadError, match=r"sample: prompts share prefixes \(prefix_block_ids_16\)"):
+        read_lengths(tmp_path / "trace.csv", arrivals=lambda n: np.zeros(n), sample=np.random.default_rng(0))
 
 
 def mooncake_line(stamp: float, prompt: int, output: int, ids: list[int]) -> str:

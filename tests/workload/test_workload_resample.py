@@ -221,6 +221,15 @@ def test_a_rate_is_that_of_the_trace_and_samples_vary_about_it(tmp_path: Path, o
     assert 1 / np.mean(1 / np.array(rates)) == pytest.approx(10, rel=0.1)
 
 
+@pytest.mark.parametrize("options", [{"thin": {"fraction": 0.3}}, {"window": "random", "window_s": 20.0}])
+def test_a_merge_with_a_sampled_part_has_the_rate_that_is_set(tmp_path: Path, options: dict[str, Any]) -> None:
+    rows = "num_prompt_tokens,num_output_tokens\n" + "10,10\n" * 400
+    (tmp_path / "lengths.csv").write_text(rows)
+    part = {"type": "lengths", "path": "lengths.csv", "arrivals": {"type": "poisson", "rate": 10.0}}
+    config = ADAPTER.validate_python({"type": "merge", "rate": 5.0, "workloads": [part | options]})
+    assert build_workload(config, named_streams(1), tmp_path).rate == pytest.approx(5.0)
+
+
 def test_options_come_one_after_the_other(tmp_path: Path) -> None:
     found = from_file(
         tmp_path, {"skip": 100, "bootstrap": {"block_requests": 10}, "thin": {"fraction": 0.5}, "first": 40}

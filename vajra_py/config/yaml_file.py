@@ -6,6 +6,8 @@ mapping. Anchors, aliases and `<<` work; dates stay text; other tags are refused
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ TAG = "tag:yaml.org,2002:"
 MAX_DEPTH = 64
 MAX_VALUES = 100_000
 """Maximum number of values in a file: a few lines of nested aliases can expand to billions."""
+_LONG_ESCAPE = re.compile(r"\\U([0-9a-fA-F]{8})")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_yaml(path: str | Path) -> Any:
@@ -71,6 +75,8 @@ def parse_yaml(text: str, place: Place) -> Any:
     except YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(Finding(place, (), f"is not valid YAML: {reason}").problem()) from error
+    except (ValueError, OverflowError) as error:  # the parser does not check what an escape stands for
+        raise ConfigError(_escape(text, place, error).problem()) from error
     if root is None:
         return None
     reader = _Reader(yaml.constructor, place)
@@ -78,6 +84,16 @@ def parse_yaml(text: str, place: Place) -> Any:
     if reader.findings:
         raise ConfigError(in_order(reader.findings))
     return tree
+
+
+def _escape(text: str, place: Place, error: Exception) -> Finding:
+    """Return the finding for a text whose escapes the parser cannot convert to characters."""
+    for match in _LONG_ESCAPE.finditer(text):
+        if int(match[1], 16) > sys.maxunicode:
+            line = None if place.line is None else place.line + text.count("\n", 0, match.start())
+            at = Place(place.source, line, place.path)
+            return Finding(at, (), f"is not valid YAML: {match[0]} is no character", "Escapes up to \\U0010FFFF")
+    return Finding(place, (), f"is not valid YAML: {error}")
 
 
 class _Reader:
@@ -104,12 +120,14 @@ class _Reader:
             places: dict[Step, Place] = {index: self._at(item) for index, item in enumerate(raw.value)}
             items = [self.value(item, (*path, index), places[index]) for index, item in enumerate(raw.value)]
             return Items(items, place, places)
-        if kind in ("str", "timestamp"):
+        if kind in ("str", "timestamp") and isinstance(raw.value, str):
+            if _SURROGATE.search(raw.value):
+                return self._half(place, path, raw.value)
             return raw.value
-        if kind in ("null", "bool", "int", "float"):
+        if kind in ("null", "bool", "int", "float") and isinstance(raw.value, str):
             try:
                 return self._constructor.construct_object(raw)
-            except ValueError:
+            except (ValueError, LookupError):
                 return self._wrong(place, path, f"is not a valid {kind} (got {show(raw.value)})")
         return self._wrong(place, path, f"has a tag that is not allowed (got {raw.tag})", "Write plain values")
 
@@ -123,6 +141,8 @@ class _Reader:
                 inherited = inherited.completed(self._inherited(raw_value, path, at))
             elif not isinstance(raw_key.value, str):
                 self._wrong(at, path, "has a key that is a list or a mapping", "Keys are names")
+            elif _SURROGATE.search(raw_key.value):
+                self._half(at, path, raw_key.value)
             elif raw_key.value in own:
                 first = places[raw_key.value].line
                 also = f" (first on line {first})" if first is not None else ""
@@ -145,6 +165,10 @@ class _Reader:
                 allowed = "`<<` takes an alias of a mapping, or a list of them"
                 self._wrong(at, (*path, "<<"), "is not a mapping", allowed)
         return found
+
+    def _half(self, place: Place, path: KeyPath, text: str) -> Any:
+        allowed = "Whole characters, such as \\U0001F600"
+        return self._wrong(place, path, f"has half of a surrogate pair (got {show(text)})", allowed)
 
     def _at(self, raw: Any) -> Place:
         if self._place.line is None:

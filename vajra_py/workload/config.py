@@ -10,6 +10,7 @@ from pydantic import Field
 
 from vajra_py.workload.arrivals import PiecewiseConstant
 from vajra_py.workload.build import with_options
+from vajra_py.workload.file_options import SAMPLING_OPTIONS
 from vajra_py.workload.kinds.agentic import AgenticConfig
 from vajra_py.workload.kinds.azure import AzureConfig
 from vajra_py.workload.kinds.burstgpt import BurstGptConfig
@@ -28,7 +29,7 @@ from vajra_py.workload.workload import Workload, distinct_names
 
 __all__ = ["MergeConfig", "WorkloadConfig"]
 
-_CUTS = ("start_s", "end_s", "first", "max_prompt_tokens", "max_total_tokens")
+_CUTS = ("start_s", "end_s", "first", "max_prompt_tokens", "max_total_tokens", *SAMPLING_OPTIONS)
 
 
 class MergeConfig(WorkloadOptions):
@@ -92,7 +93,7 @@ class _Stretch(NamedTuple):
 def _stretch(config: WorkloadOptions) -> _Stretch | None:
     """Return the mean size and duration of one part of a merged workload; None if they are unknown."""
     rate = config.mean_rate()
-    if rate is None or config.skip or any(getattr(config, name) is not None for name in _CUTS):
+    if rate is None or config.skip or any(getattr(config, name, None) is not None for name in _CUTS):
         return None
     number, duration_s = getattr(config, "num_requests", None), getattr(config, "duration_s", None)
     if isinstance(config, SyntheticConfig) and isinstance(config.arrivals, PiecewiseConstant):

@@ -5,6 +5,7 @@ This module depends only on the kinds of facts, not on individual facts.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -84,14 +85,14 @@ def read_integer(value: Any) -> int:
 
 def read_number(value: Any) -> float:
     """Return a finite JSON number as a float. Raises TypeError or ValueError."""
-    if type(value) not in (int, float) or not abs(value) < float("inf"):
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
         raise TypeError
     return float(value)
 
 
 def read_seconds(value: Any) -> float:
     """Return a finite JSON number >= 0 as a float. Raises TypeError or ValueError."""
-    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
         raise TypeError
     return float(value)
 

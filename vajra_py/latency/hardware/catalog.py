@@ -67,6 +67,8 @@ def read_json_file(path: Path) -> Any:
         raise ConfigError(Problem(str(path), "is not UTF-8 text")) from error
     except json.JSONDecodeError as error:
         raise ConfigError(Problem(f"{path}:{error.lineno}", f"is not JSON ({error.msg})")) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(Problem(str(path), f"cannot be read as JSON ({error})")) from error
 
 
 def _load_file(path: Path, name: str) -> ModelSpec:

@@ -90,6 +90,14 @@ class _Keys:
             return low
         return default
 
+    def entries(self, name: str) -> list[Any]:
+        """Return the list under `name`, empty if it is not set; record a problem if the value is not a list."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, list | tuple):
+            self.problem(name, f"is not a list ({value!r})")
+            return []
+        return list(value or ())
+
     def flag(self, name: str, default: bool) -> bool:
         value = self.values.get(name, default)
         if not isinstance(value, bool):
@@ -124,7 +132,8 @@ def model_from_config(values: Mapping[str, Any], *, name: str, source: str) -> M
 
 def _read(keys: _Keys, name: str) -> ModelSpec:
     family = _FAMILIES.get(str(keys.values.get("model_type", "")), _Family())
-    _refuse_unsupported(keys)
+    layer_types = keys.entries("layer_types")
+    _refuse_unsupported(keys, layer_types)
     hidden = keys.count("hidden_size")
     num_layers = keys.count("num_hidden_layers")
     num_heads = keys.count("num_attention_heads")
@@ -134,7 +143,7 @@ def _read(keys: _Keys, name: str) -> ModelSpec:
     if latent is None and num_heads % num_kv_heads:
         keys.problem("num_key_value_heads", f"does not divide num_attention_heads ({num_kv_heads} and {num_heads})")
     experts, intermediate = _feed_forward(keys, num_layers)
-    window, num_sliding = _sliding(keys, family, num_layers)
+    window, num_sliding = _sliding(keys, family, num_layers, layer_types)
     dtype = _dtype(keys)
     query, key_value = num_heads * head_dim, num_kv_heads * head_dim
     extra = family.norms_per_layer * family.norm_parameters * hidden + (2 * head_dim if family.head_norms else 0)
@@ -166,10 +175,9 @@ def _read(keys: _Keys, name: str) -> ModelSpec:
     )
 
 
-def _refuse_unsupported(keys: _Keys) -> None:
+def _refuse_unsupported(keys: _Keys, layer_types: list[Any]) -> None:
     if keys.values.get("is_encoder_decoder") is True:
         keys.problem("is_encoder_decoder", "is true", "Only decoder-only models are supported")
-    layer_types = keys.values.get("layer_types") or ()
     known = ("full_attention", "sliding_attention")
     unknown = sorted({str(kind) for kind in layer_types} - set(known))
     if unknown:
@@ -227,7 +235,7 @@ def _feed_forward(keys: _Keys, num_layers: int) -> tuple[Experts | None, int]:
 def _num_expert_layers(keys: _Keys, num_layers: int) -> int:
     first_dense = keys.count("first_k_dense_replace", default=0, low=0)
     every = keys.count("decoder_sparse_step", default=keys.count("moe_layer_freq", default=1))
-    only_dense = keys.values.get("mlp_only_layers") or ()
+    only_dense = keys.entries("mlp_only_layers")
     qwen = "decoder_sparse_step" in keys.values
     return sum(
         1
@@ -236,13 +244,15 @@ def _num_expert_layers(keys: _Keys, num_layers: int) -> int:
     )
 
 
-def _sliding(keys: _Keys, family: _Family, num_layers: int) -> tuple[int | None, int]:
+def _sliding(keys: _Keys, family: _Family, num_layers: int, layer_types: list[Any]) -> tuple[int | None, int]:
     """Return (window in tokens, number of layers with this window); (None, 0) without a window."""
     values = keys.values
+    if layer_types and len(layer_types) != num_layers:
+        message = f"does not have one type per layer ({len(layer_types)} of {num_layers})"
+        keys.problem("layer_types", message, f"As many types as num_hidden_layers: {num_layers}")
     if values.get("sliding_window") is None or values.get("use_sliding_window") is False:
         return None, 0
     window = keys.count("sliding_window")
-    layer_types = values.get("layer_types")
     if layer_types:
         num_sliding = sum(1 for kind in layer_types if kind == "sliding_attention")
     elif values.get("use_sliding_window") is True:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from vajra_py.contract.latency import BatchFeatures, ModelDescription
 from vajra_py.errors import ConfigError, ExecutorError, Problem
 from vajra_py.latency.models.packed_times import RECORD_COLUMNS, steps_of_records
-from vajra_py.latency.models.tabular import read_columns
+from vajra_py.latency.models.tabular import check_names, read_columns
 
 COLUMNS = ("replica_id", "step_index", "duration_s")
 
@@ -93,15 +93,20 @@ def _of_records(path: Path) -> Mapping[str, npt.NDArray[Any]] | None:
 
     try:
         with pq.ParquetFile(path) as file:
-            if "num_steps" not in file.schema_arrow.names:
+            names, needed = file.schema_arrow.names, ("replica_id", *RECORD_COLUMNS)
+            if "num_steps" not in names:
                 return None
-            table = file.read(["replica_id", *RECORD_COLUMNS])
+            check_names(path, dict.fromkeys(names), needed)
+            table = file.read(needed)
     except (OSError, pa.ArrowException):
         return None  # the caller then reads it as a plain table, which reports the error
+    ticks_per_second = (table.schema.metadata or {}).get(b"ticks_per_second")
+    if ticks_per_second is None:
+        raise ConfigError(Problem(str(path), "has step records without ticks_per_second in the file's metadata"))
     records = {name: table.column(name).combine_chunks() for name in RECORD_COLUMNS}
     records["bends"] = records["bends"].flatten()
     arrays = {name: column.to_numpy(zero_copy_only=False) for name, column in records.items()}
-    step_index, duration_s = steps_of_records(arrays, int(table.schema.metadata[b"ticks_per_second"]))
+    step_index, duration_s = steps_of_records(arrays, int(ticks_per_second))
     replica_id = np.repeat(table.column("replica_id").to_numpy(), arrays["num_steps"])
     return dict(zip(COLUMNS, (replica_id, step_index, duration_s), strict=True))
 

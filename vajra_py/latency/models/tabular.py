@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import gzip
+import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,7 +95,7 @@ def _from_csv(path: Path, needed: Sequence[str], wanted: Sequence[str]) -> Colum
                     continue
                 for index, name in kept:
                     values[name].append(_number(path, reader.line_num, name, row[index] if index < len(row) else ""))
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(Problem(str(path), f"cannot be read ({error})")) from error
     except (csv.Error, UnicodeDecodeError) as error:
         raise ConfigError(Problem(str(path), f"is not a CSV file ({error})")) from error
@@ -115,11 +117,18 @@ def _from_json(path: Path) -> Columns:
         raise ConfigError(Problem(str(path), "is neither an object of lists nor a list of objects"))
     columns = {}
     for key, column in contents.items():
-        bad = next((i for i, v in enumerate(column) if isinstance(v, bool) or not isinstance(v, int | float)), None)
+        bad = next((i for i, v in enumerate(column) if not _is_number(v)), None)
         if bad is not None:
             raise ConfigError(Problem(f"{path} {key}[{bad}]", f"is not a number ({column[bad]!r})"))
         columns[key] = np.array(column, dtype=np.float64)
     return columns
+
+
+def _is_number(value: Any) -> bool:
+    """Return True for a JSON number that is not an integer too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, float) or abs(value) <= sys.float_info.max
 
 
 def _from_parquet(path: Path, wanted: Sequence[str]) -> Columns:

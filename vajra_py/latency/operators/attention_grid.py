@@ -185,11 +185,10 @@ def filled(grid: Grid, axes: tuple[Array, ...]) -> Grid:
             lines = moved.reshape(-1, moved.shape[-1])
             known = np.isfinite(lines)
             # Lines with holes at the same positions are filled together.
-            codes = known @ (1 << np.arange(known.shape[1], dtype=np.int64))
-            for code, first in zip(*np.unique(codes, return_index=True), strict=True):
-                pattern = known[first]
+            patterns, pattern_of = np.unique(known, axis=0, return_inverse=True)
+            for number, pattern in enumerate(patterns):
                 if 2 <= pattern.sum() < len(pattern):
-                    _fill_lines(lines, codes == code, pattern, axes[axis], beyond=beyond)
+                    _fill_lines(lines, pattern_of.reshape(-1) == number, pattern, axes[axis], beyond=beyond)
             moved[...] = lines.reshape(moved.shape)
     smallest = float(np.nanmin(grid))
     cleaned: Grid = np.maximum(np.nan_to_num(result, nan=smallest), smallest)

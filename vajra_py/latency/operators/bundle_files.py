@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -106,7 +107,7 @@ def read_bundle(path: str | Path, tensor_parallel: int = 1, *, whole_experts: bo
     meta = _read_meta(root)
     folder = root / f"tp{tensor_parallel}"
     if not folder.is_dir():
-        there = sorted(int(one.name[2:]) for one in root.glob("tp*") if one.is_dir() and one.name[2:].isdigit())
+        there = sorted(int(one.name[2:]) for one in root.glob("tp*") if one.is_dir() and one.name[2:].isdecimal())
         allowed = f"Measured degrees: {', '.join(map(str, there)) or 'none'}"
         raise ConfigError(Problem(str(root), f"has no times for tensor_parallel {tensor_parallel}", allowed))
     dense = _layers(folder, "dense", "tokens", DENSE_LAYERS)
@@ -224,7 +225,7 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]
                             Problem(f"{path}:{reader.line_num}", f"has {len(row)} of {len(header)} columns")
                         )
                     yield reader.line_num, [row[place] for place in places]
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(Problem(str(path), f"cannot be read ({error})")) from error
 
 

@@ -161,9 +161,12 @@ class OracleLengths(Struct, frozen=True):
     num_output_tokens: Mapping[str, int]
 
     def predict(self, request: object) -> LengthEstimate | None:
-        """Return the true length; None for a request without a known one."""
-        truth = self.num_output_tokens.get(cast(RequestView, request).request_id)
-        return None if truth is None else LengthEstimate(float(truth), float(truth), float(truth))
+        """Return the true length, at most the number of tokens that the request may generate; None for a request
+        without a known length.
+        """
+        view = cast(RequestView, request)
+        truth = self.num_output_tokens.get(view.request_id)
+        return None if truth is None else _within(LengthEstimate(float(truth), float(truth), float(truth)), view)
 
 
 class NoisyOracleLengths(Struct, frozen=True):

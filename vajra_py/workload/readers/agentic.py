@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ __all__ = ["AgenticSession", "AgenticTurn", "read_agentic", "read_agentic_sessio
 
 SESSION_FIELDS = ("id", "block_size", "tool_tokens", "system_tokens", "requests")
 TURN_LENGTH = 9
+MOST_TOKENS = 2**31 - 1
 
 
 class AgenticTurn(Struct, frozen=True):
@@ -110,12 +112,16 @@ def _turn_problem(entry: Any, block_tokens: int, before_s: float) -> tuple[str, 
     for name, value in (("time", at_s), ("seconds at the server", served_s), ("seconds of thought", think_s)):
         if value is None and name != "time":
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
             return f"{name} cannot be used ({value!r})", "A finite number of seconds >= 0"
     if at_s < before_s:
         return f"comes before the request above it (at {at_s!r} s after {before_s!r} s)", "Ascending times"
-    if type(prompt) is not int or prompt < 1 or type(output) is not int or output < 0:
-        return f"tokens cannot be used (prompt {prompt!r}, output {output!r})", "Prompt >= 1, output >= 0 tokens"
+    is_usable = (
+        type(prompt) is int and type(output) is int and 1 <= prompt <= MOST_TOKENS and 0 <= output <= MOST_TOKENS
+    )
+    if not is_usable:
+        allowed = f"Prompt >= 1, output >= 0 tokens, both at most {MOST_TOKENS}"
+        return f"tokens cannot be used (prompt {prompt!r}, output {output!r})", allowed
     if not isinstance(runs, list) or len(runs) % 2 or not all(type(value) is int and value >= 0 for value in runs):
         return f"runs of block ids cannot be used ({str(runs)[:40]})", "Pairs of first id and number of blocks"
     if sum(runs[1::2]) * block_tokens > prompt or 0 in runs[1::2]:

@@ -164,7 +164,8 @@ def read_lengths(
         arrivals: function that returns arrival times, in seconds, for a number of requests; None uses the file's
             column.
         num_requests: number of requests; None for all rows. A number greater than the number of rows needs `sample`.
-        sample: draws rows with replacement; None takes the first rows. Needs `arrivals`.
+        sample: draws rows with replacement; None takes the first rows. Needs `arrivals`, and a file without prefix
+            block ids, since prompts of rows drawn twice would be prefix hits.
         layout: columns in addition to those found by name.
 
     Raises:
@@ -185,6 +186,9 @@ def read_lengths(
     table, requests, facts = _columns(file, "lengths", structs.replace(layout, columns=columns, blocks=blocks[:1]))
     wanted = len(requests) if num_requests is None else num_requests
     if sample is not None:
+        if requests.content is not None:
+            message = f"sample: prompts share prefixes ({blocks[0]}), and rows that are drawn twice would repeat them"
+            raise WorkloadError(file, 1, message, "The file's rows in order (sample: false)")
         rows = sample.integers(0, len(requests), wanted)
         requests = structs.replace(requests.take(rows), request_id=StringColumn.numbered("", np.arange(wanted)))
     elif wanted > len(requests):
@@ -335,6 +339,10 @@ def _parents(table: Table, ids: Sequence[str], stamps: Array) -> dict[str, Any]:
     return follow_columns([[row_of[parent] for parent in parents_of[request_id]] for request_id in ids])
 
 
+def _is_block_id(text: str) -> bool:
+    return text.isdecimal() and len(text) < 20 and int(text) < 2**63
+
+
 def _block_content(table: Table, lengths: Sequence[int], name: str) -> ContentColumn:
     """Return contents from chained block ids; the tokens after the last full block are unique to the prompt."""
     match = PREFIX_BLOCKS.fullmatch(name)
@@ -343,9 +351,10 @@ def _block_content(table: Table, lengths: Sequence[int], name: str) -> ContentCo
     nodes = int64s(len(lengths), NO_NODE)
     for row, (cell, length) in enumerate(zip(table[f"text {name}"].tolist(), lengths, strict=True)):
         ids = cell.split()
-        if len(ids) * block_tokens > length or not all(entry.isdecimal() for entry in ids):
+        if len(ids) * block_tokens > length or not all(map(_is_block_id, ids)):
             message = f"column {name!r} does not list the full blocks of a prompt of {length} tokens ({cell[:40]!r})"
-            raise table.error(row, message, f"At most one id (a whole number >= 0) per {block_tokens} tokens")
+            allowed = f"At most one id (a whole number from 0 to 2**63 - 1) per {block_tokens} tokens"
+            raise table.error(row, message, allowed)
         node = NO_NODE
         for entry in ids:
             node = builder.add(node, 0, int(entry), block_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def _checked(
                 file, line, f"has no field {name!r} ({', '.join(record)})", f"Fields: {', '.join(FIELDS)}"
             )
     stamp, prompt, output, ids = (record[name] for name in FIELDS)
-    if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < float("inf"):
+    if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp <= sys.float_info.max:
         raise WorkloadError(file, line, f"timestamp is not a time ({stamp!r})", "A finite number of milliseconds >= 0")
     least = 0 if options.drop_empty else 1
     for name, value in (("input_length", prompt), ("output_length", output)):

@@ -32,7 +32,8 @@ class _Calls:
     """Calls read so far, in the order of the file."""
 
     graph: CallGraph = field(default_factory=CallGraph.empty)
-    ids: list[str] = field(default_factory=list)
+    ids: dict[str, int] = field(default_factory=dict)
+    """Line of each request's id, in the order of the calls."""
     prompts: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     delays: list[float] = field(default_factory=list)
@@ -144,6 +145,10 @@ def _take(calls: _Calls, file: Path, line: int, record: Mapping[str, Any], *, is
     if call in rows:
         raise error(f"call {call!r} of program {program!r} is there already", "A different call in each row")
     parents = _parents(record.get("parents"))
+    request_id = f"{program}/{call}"
+    if request_id in calls.ids:
+        message = f"call {call!r} of program {program!r} has the id of line {calls.ids[request_id]} ({request_id!r})"
+        raise error(message, "Names of programs and calls that differ when joined by `/`")
     fault = problem_with_parents(call, parents, rows, calls.parents_of[program])
     if fault is not None:
         what = fault[0].replace("a request that is not in the workload", "a call that its program does not have")
@@ -172,7 +177,7 @@ def _take(calls: _Calls, file: Path, line: int, record: Mapping[str, Any], *, is
     graph.parents.append(tuple(rows[one] for one in parents))
     graph.stages.append(str(record.get("stage") or ""))
     rows[call] = len(calls.ids)
-    calls.ids.append(f"{program}/{call}")
+    calls.ids[request_id] = line
     calls.delays.append(delay_s)
     calls.slos.append(np.nan if slo_s is None else slo_s)
     for name in _TEXTS:
@@ -190,7 +195,7 @@ def _number(value: Any) -> float | None:
     """Convert a value (text in CSV) to a finite number; None if it is not one."""
     try:
         number = float(value) if not isinstance(value, bool) else np.nan
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return float(number) if np.isfinite(number) else None
 
