@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vajra_policies.slo.adaserve import Wish, shares
+from tests.policies.routing_views import context
+from vajra_policies.slo.adaserve import AdaServe, AdaServeConfig, Wish, shares
 from vajra_py.runtime.step.builder_options import DraftRules
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.acceptance import RatesByPosition
@@ -88,3 +91,22 @@ def test_without_drafts_it_decides_as_fixed_chunk() -> None:
             harness.submit(f"r{number}", num_prompt_tokens=10 + 7 * number, num_output_tokens=9, tpot_slo_s=0.01)
         steps.append(harness.steps_until_idle())
     assert steps[0] == steps[1]
+
+
+@dataclass(eq=False)
+class Decode:
+    """What is read of a decode that has come from another replica."""
+
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_output_tokens: int = 500
+    tpot_slo_s: float | None = 0.02
+    tbt_slo_s: float | None = None
+
+
+def test_tokens_count_from_the_moment_from_which_time_counts() -> None:
+    scheduler = AdaServe(AdaServeConfig(), context())
+    request: Any = Decode()
+    assert scheduler._wish(request, 0.02, 100.0).needed == pytest.approx(1.0)
+    request.num_output_tokens = 501
+    assert scheduler._wish(request, 0.02, 105.0).needed == pytest.approx(250.0), "251 tokens were due, and one came"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from vajra_policies.admission.holding import Line
+from vajra_policies.admission.holding import Holding, HoldingConfig, Line
 from vajra_policies.admission.mooncake import Mooncake, MooncakeConfig
 from vajra_policies.admission.priority_holdback import HoldbackConfig, holdback_ceilings
 from vajra_policies.admission.saturation import SaturationConfig, saturation_of
@@ -20,6 +21,7 @@ from vajra_py.contract import ACCEPT, Refuse
 from vajra_py.contract.observer import EndReason
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.latency import AffineModel
+from vajra_py.runtime.support.clock import to_seconds, to_ticks
 from vajra_py.testing import Harness, HarnessOptions
 from vajra_py.workload.request import RequestSpec
 
@@ -189,6 +191,14 @@ def test_each_tenant_has_a_bucket_and_some_have_their_own_size() -> None:
     assert admitted(harness, ["iron0", "iron1", "iron2"]) == pytest.approx([0.0, 1.0, 2.0])
 
 
+@pytest.mark.parametrize("when_empty", ["defer", "refuse"])
+def test_requests_at_the_rate_of_the_bucket_are_accepted_at_once_whatever_is_rounded(when_empty: str) -> None:
+    params = {"cost": "requests", "capacity": 1, "refill_per_s": 10.0, "when_empty": when_empty}
+    specs = [RequestSpec(f"r{i}", i / 10, 10, 1) for i in range(100)]
+    harness = run(("token_bucket", params), specs)
+    assert admitted(harness, [one.request_id for one in specs]) == pytest.approx([one.arrived_at for one in specs])
+
+
 def test_a_refusing_bucket_says_when_it_would_do() -> None:
     policy = ("token_bucket", {"capacity": 300, "refill_per_s": 50})
     specs = [RequestSpec(f"r{i}", 0.5 * i, 200, 1) for i in range(4)]
@@ -258,6 +268,17 @@ def test_a_bound_holds_at_every_moment_and_lets_the_most_urgent_in_first() -> No
     order = sorted((one.admitted_at, one.index) for one in map(harness.request, (s.request_id for s in specs[4:])))
     priorities = [specs[index].priority for _, index in order]
     assert priorities[4:] == sorted(priorities[4:])
+
+
+def test_rechecks_go_on_after_a_wake_up_that_rounding_made_early() -> None:
+    """The third wake-up, at 0.3 s, comes before 0.1 s + 0.1 s + 0.1 s."""
+    woken: list[float] = []
+    holding = Holding(HoldingConfig(recheck_s=0.1), SimpleNamespace(at=lambda at, key="": woken.append(at)))
+    request: Any = SimpleNamespace(replicaset="s", priority=0, index=0)
+    holding._closed(holding._line_of(request), request, 0.0, "full")
+    for _ in range(5):
+        holding.on_wake("", to_seconds(to_ticks(woken[-1])))
+    assert woken == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
 
 
 def test_an_empty_replicaset_takes_a_request_of_any_size() -> None:
@@ -431,6 +452,18 @@ def test_queued_prompts_count_where_their_tokens_are() -> None:
     policy.on_departures([second], 0.0)
     far.num_pending_tokens = 0
     assert policy.admit(Asked(100, ttft_slo_s=0.1001), [System([near, far])], 0.0) is ACCEPT
+
+
+@pytest.mark.parametrize("rule", ["request", "predicted_load"])
+def test_requests_of_another_replicaset_do_not_count(rule: str) -> None:
+    policy, systems = mooncake(rule=rule), [System([Load()]), System([Load(num_pending_tokens=10)], "other")]
+    for _ in range(9):
+        request = Asked(300, is_resident=True)
+        assert policy.admit(request, systems, 0.0) is ACCEPT
+        policy.on_arrivals([request], 0.0)
+        policy.on_admission(request, 0, 0.0)
+    asked = Asked(100, ttft_slo_s=0.1001, tbt_slo_s=0.0011, replicaset="other")
+    assert policy.admit(asked, systems, 0.25) is ACCEPT
 
 
 @pytest.mark.parametrize(("running", "slo_s", "refused"), [(9, 0.002, False), (10, 0.002, True), (0, 0.0011, False)])

@@ -69,3 +69,15 @@ def test_a_cut_anywhere_loses_no_token(prompt: int, output: int) -> None:
     harness.run(specs)
     done: Any = [harness.request(spec.request_id).num_output_tokens for spec in specs]
     assert done == [output] * 3
+
+
+def test_a_hand_off_that_waits_for_a_full_target_is_asked_for_again_and_the_rest_is_there_once_moved() -> None:
+    policy = Dynaserve(DynaserveConfig(), context(2, output_lengths=OracleLengths({"r0": 500})))
+    views, job = replicas(num_running=[0, 0]), Job(0, 4000)
+    request: Any = job
+    assert policy.assign(request, views, 0.0) == 0
+    job.num_computed_tokens = 4000
+    assert [policy.place_after_prompt(request, views, now) for now in (0.0, 1.0)] == [1, 1]
+    policy.on_moved(request, 0, 1, 2.0)
+    assert policy.place_after_prompt(request, views, 3.0) is None
+    assert policy.loads(views) == {0: 0.0, 1: WEIGHT * 500}

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policies.plain_fairness import PlainDrr, PlainVtc
+from tests.policies.routing_views import context
 from vajra_policies.fairness.accounts import added
 from vajra_policies.fairness.deficit_round_robin import DeficitRoundRobin, DeficitRoundRobinConfig
 from vajra_policies.fairness.dlpm import Dlpm, DlpmConfig
+from vajra_policies.fairness.equinox import Equinox, EquinoxConfig
 from vajra_policies.fairness.least_counter_first import LeastCounterFirstConfig
 from vajra_policies.fairness.vtc import Vtc, VtcConfig
 from vajra_py.testing.harness import Harness, HarnessOptions
@@ -70,6 +72,19 @@ def test_where_nobody_waits_a_tenant_is_lifted_to_the_one_that_waited_last() -> 
         one.submit(f"a{3 + index}", 10, 5, tenant="a")
     admitted = [name for step in one.steps_until_idle() for name in step.admitted]
     assert sorted(name[0] for name in admitted[:2]) == ["a", "c"], "the idle stretch is no credit of `c` against `a`"
+
+
+def test_a_tenant_that_was_served_before_an_idle_stretch_is_not_starved_after_it() -> None:
+    policy = Equinox(EquinoxConfig(), context())
+    jobs = [Job(tenant, num_output_tokens=100) for tenant in "b" + "a" * 9]
+    policy.on_arrivals(jobs, 0.0)  # type: ignore[arg-type]
+    for job in jobs:
+        policy.on_admission(job, 0, 0.0)  # type: ignore[arg-type]
+    policy.on_departures(jobs[1:], 1.0)  # type: ignore[arg-type]
+    policy.on_departures(jobs[:1], 2.0)  # type: ignore[arg-type]
+    policy.on_arrivals([Job("b"), Job("a")], 3.0)  # type: ignore[list-item]
+    assert policy.group_key("b") > 0
+    assert policy.group_key("a") == pytest.approx(9 * policy.group_key("b")), "as before the idle stretch"
 
 
 def test_prompts_computed_again_are_not_charged_again() -> None:
@@ -194,6 +209,8 @@ class Job:
     num_cached_tokens: int = 0
     admitted_index: int = 0
     is_resident: bool = False
+    arrived_at: float = 0.0
+    max_tokens: int = 100
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,14 @@ def test_what_a_tenant_is_charged_at_replicas_differs_by_a_quantum_and_a_request
     assert assign(policy, Request(10, tenant="other"), hot) == 2, "deficits are the tenant's own"
 
 
+def test_a_debt_of_a_whole_number_of_quanta_is_paid_whatever_is_rounded() -> None:
+    """Prompt and outputs of a request, 4,096 tokens, are ten quanta."""
+    policy, request = D2lpm(D2lpmConfig(), 8192), Request(4080, num_output_tokens=16)
+    for _ in range(3):
+        assert assign(policy, request, replicas(num_running=[0])) == 0
+        policy.on_departures([request], 1.0)  # type: ignore[list-item]
+
+
 class Prefill:
     """A prompt takes the time of its tokens, and more for each the further on they are."""
 

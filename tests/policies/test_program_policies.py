@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.policies.routing_views import replicas
 from vajra_policies.programs.attained_service import Atlas, AttainedServiceConfig, Plas
+from vajra_policies.routers.thunderagent import ThunderAgent
 from vajra_policies.routers.thunderagent_programs import ThunderAgentConfig
 from vajra_policies.routers.thunderagent_rules import ThunderTable
 from vajra_py.contract import EndReason, KeyMotion, RequestPrioritizer, RequestView
+from vajra_py.contract.context import NoWakeUps
 from vajra_py.contract.observer import Observer
 from vajra_py.errors import ConfigError
 from vajra_py.latency import AffineModel
@@ -219,3 +224,31 @@ def test_calls_side_by_side_and_requests_without_a_program_are_served() -> None:
     specs = sorted([*talks(6, 3), *alone], key=lambda one: one.arrived_at)
     requests = served([*specs, *fan("wide", 6, 8)], "plas", ("thunderagent", EAGER), **SMALL)
     assert len(requests.of) == 18 + 20 + 8
+
+
+@dataclass(eq=False)
+class Call:
+    """What the router reads of a call."""
+
+    request_id: str
+    index: int
+    num_known_tokens: int
+    program: Any
+    arrived_at: float = 0.0
+    end_reason: EndReason = EndReason.STOP
+
+
+def test_a_program_is_resumed_on_a_replica_that_is_up() -> None:
+    policy = ThunderAgent(ThunderAgentConfig(), 16, NoWakeUps(), lambda *_: None)
+    views = replicas(num_blocks=[100, 100])
+    calls: list[Any] = [
+        Call(name, index, tokens, SimpleNamespace(program_id=name))
+        for index, (name, tokens) in enumerate((("large", 1400), ("small", 1000), ("held", 500)))
+    ]
+    assert [policy.assign(one, views, 0.0) for one in calls] == [0, 1, None]
+    for call in (calls[1], calls[0]):
+        policy.on_departures([call], 1.0)
+        policy.on_program_end(call.program, 1.0)
+        views[1].is_up = False
+        policy.on_wake("tick", 5.0)
+    assert list(policy.pull(views[0], calls[2:], 10.0)) == ["held"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -166,6 +167,7 @@ def test_target_utilization_stops_replicas_only_after_its_window() -> None:
     scaler, looks = TargetUtilization(config, Alarm()), []
     for now, running in ((0, 8), (10, 2), (20, 2), (30, 4), (40, 2), (50, 2), (60, 2), (70, 2)):
         pool: Any = Pool(busy(*[running] * 3))
+        scaler.on_wake("", float(now))
         looks.append(scaler.targets([pool], float(now))["default"])
     assert looks == [6, 3, 3, 3, 3, 3, 2, 2]
 
@@ -175,8 +177,20 @@ def test_target_utilization_starts_replicas_only_after_its_window() -> None:
     scaler, looks = TargetUtilization(config, Alarm()), []
     for now, running in ((0, 4), (10, 12), (20, 8), (30, 8), (40, 4)):
         pool: Any = Pool(busy(running, running))
+        scaler.on_wake("", float(now))
         looks.append(scaler.targets([pool], float(now))["default"])
     assert looks == [2, 2, 4, 4, 2]
+
+
+def test_target_utilization_decides_at_a_wake_up_that_rounding_made_early() -> None:
+    config = TargetUtilizationConfig(metric="requests", target=4.0, interval_s=0.1)
+    alarm = Alarm()
+    scaler = TargetUtilization(config, alarm)
+    scaler.targets([Pool(busy(4))], 0.0)  # type: ignore[list-item]
+    early = math.nextafter(alarm.at_s[""], 0.0)
+    scaler.on_wake("", early)
+    assert scaler.targets([Pool(busy(8))], early) == {"default": 2}  # type: ignore[list-item]
+    assert alarm.at_s[""] > early
 
 
 # Dynamo's planner

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from vajra_policies.routing import PeriodicWakeUps
 from vajra_py.contract import (
     ACCEPT,
     AdmissionDecision,
@@ -21,6 +22,8 @@ from vajra_py.contract import (
     RequestView,
     WakeUps,
 )
+
+_ADMISSION = "admission"
 
 
 class HoldingConfig(PolicyConfig):
@@ -78,11 +81,10 @@ class Holding:
 
     def __init__(self, config: HoldingConfig, wake: WakeUps) -> None:
         self._when_closed = config.when_closed
-        self._recheck_s = config.recheck_s
         self._wake = wake
+        self._rechecks = PeriodicWakeUps(wake, config.recheck_s)
         self._lines: dict[str, Line] = {}
         self._num_held = 0
-        self._rechecks_at = -1.0
 
     def _line_of(self, request: RequestView) -> Line:
         line = self._lines.get(request.replicaset)
@@ -97,9 +99,7 @@ class Holding:
         self._num_held -= len(line)
         line.join(request)
         self._num_held += len(line)
-        if now >= self._rechecks_at:
-            self._rechecks_at = now + self._recheck_s
-            self._wake.at(self._rechecks_at)
+        self._rechecks.start(now)
         return Defer(reason=reason, holds_rest=True)
 
     def _open(self, line: Line, request: RequestView) -> AdmissionDecision:
@@ -114,14 +114,13 @@ class Holding:
 
     def on_wake(self, key: str, now: float) -> None:
         """Set the next wake-up while requests are deferred; after this call, `admit` is called again for them."""
-        if self._num_held and now >= self._rechecks_at:
-            self._rechecks_at = now + self._recheck_s
-            self._wake.at(self._rechecks_at)
+        if key != _ADMISSION:
+            self._rechecks.woken(now, goes_on=self._num_held > 0)
 
     def on_admission(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Wake the policy now, to decide on deferred requests again, since a queue has become shorter."""
         if self._num_held:
-            self._wake.at(now, "admission")
+            self._wake.at(now, _ADMISSION)
 
     def on_departures(self, requests: list[RequestView], now: float) -> None:
         """Forget requests that left while they were deferred."""

@@ -122,14 +122,16 @@ class Mooncake:
         """
         if not replicas:
             return 0.0
-        queued_s = self._queued_prefill_s()
+        queued_s = self._queued_prefill_s(request.replicaset)
         num_pending = sum(one.num_pending_tokens for one in replicas)
         return min(self._wait_s(one, queued_s, num_pending) + self._own_s(request, one) for one in replicas)
 
-    def _queued_prefill_s(self) -> float:
-        """Return the sum of the predicted remaining prefill times of the accepted requests without a first token."""
+    def _queued_prefill_s(self, replicaset: str) -> float:
+        """Return the sum of the predicted remaining prefill times of the replicaset's accepted requests without a first
+        token.
+        """
         remaining_s = self._prefill_time.remaining_s
-        waiting = (one for one in self._prompts if not one.num_output_tokens)
+        waiting = (one for one in self._prompts if one.replicaset == replicaset and not one.num_output_tokens)
         return sum(remaining_s(one.num_prompt_tokens, one.num_computed_tokens) for one in waiting)
 
     def _wait_s(self, replica: ReplicaLoadView, queued_s: float, num_pending: int) -> float:
@@ -154,7 +156,7 @@ class Mooncake:
         if not replicas:
             return 0.0
         if self._config.rule == "predicted_load":
-            there = list(self._decoding_at(prompt_done_at))
+            there = list(self._decoding_at(prompt_done_at, request.replicaset))
             num_replicas = len(replicas)
             num_decodes = -(-len(there) // num_replicas)
             context = sum(one.num_prompt_tokens + one.num_output_tokens for one in there) // num_replicas
@@ -162,24 +164,29 @@ class Mooncake:
         own = 1 if self._config.rule == "request" else 0
         return min(
             self._step_s(
-                max(1, one.num_running - self._num_prefills(one) + own),
+                max(1, one.num_running - self._num_prefills(one, request.replicaset) + own),
                 one.num_context_tokens + own * request.num_prompt_tokens,
             )
             for one in replicas
         )
 
-    def _decoding_at(self, at: float) -> Iterable[RequestView]:
-        """Yield the accepted requests that are predicted to decode at the time `at`."""
+    def _decoding_at(self, at: float, replicaset: str) -> Iterable[RequestView]:
+        """Yield the replicaset's accepted requests that are predicted to decode at the time `at`."""
         decode_s = self._config.decode_s
-        return (one for one, begun_at in self._prompts.items() if begun_at <= at < begun_at + decode_s)
+        return (
+            one
+            for one, begun_at in self._prompts.items()
+            if one.replicaset == replicaset and begun_at <= at < begun_at + decode_s
+        )
 
-    def _num_prefills(self, replica: ReplicaLoadView) -> int:
-        """Return the number of running requests of a replica whose prompts are not computed yet."""
+    def _num_prefills(self, replica: ReplicaLoadView, replicaset: str) -> int:
+        """Return the number of running requests of a replica of the replicaset whose prompts are not computed yet."""
         if not replica.num_pending_tokens:
             return 0
         on = replica.replica_id
         return sum(
-            where == on and one.is_resident and not one.num_output_tokens for one, where in self._running_on.items()
+            where == on and one.replicaset == replicaset and one.is_resident and not one.num_output_tokens
+            for one, where in self._running_on.items()
         )
 
     def _step_s(self, num_decodes: int, context_tokens: int) -> float:

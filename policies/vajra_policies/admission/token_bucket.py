@@ -20,6 +20,9 @@ from vajra_py.contract import (
     RequestView,
 )
 
+_RESOLUTION_S = 1e-9
+"""Waits up to this are rounding errors of the clock and of the refill, seconds."""
+
 
 class BucketConfig(PolicyConfig):
     """Size and refill of one bucket, in prompt tokens or requests, depending on `cost` of `token_bucket`."""
@@ -88,11 +91,11 @@ class TokenBucket:
                 f"{self._owner(request)} may use {bucket.capacity:g} at once, and this request needs {cost:g}"
             )
         bucket.fill(now)
-        if bucket.level >= cost:
+        wait_s = (cost - bucket.level) / bucket.refill_per_s
+        if now + wait_s <= now + _RESOLUTION_S:
             bucket.level -= cost
             return ACCEPT
-        wait_s = (cost - bucket.level) / bucket.refill_per_s
-        if self._config.when_empty == "refuse" or now + wait_s <= now:
+        if self._config.when_empty == "refuse":
             return Refuse(self._used_up(request), wait_s)
         bucket.level -= cost
         bucket.due[request.request_id] = now + wait_s

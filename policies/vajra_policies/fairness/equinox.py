@@ -40,7 +40,8 @@ class Equinox:
     - RFC, the resource counter: device time of each request (its prefill and its share of d decode steps), converted to
       the number of prompt tokens that take as long. Prompt and output tokens are thus charged by their real cost.
     - Both are charged at admission with the predicted output length d, and corrected when the request ends.
-    - A tenant that begins to wait is lifted to the least HF of the tenants that wait or run.
+    - A tenant that begins to wait is lifted to the least HF of the tenants that wait or run or, if there are none, of
+      the tenants that left last.
 
     Left out: the mixture of experts that predicts (the backend's `output_length` and latency model take its place),
     adaptive batching, and tenants' weights. From memory: alpha and w. The paper's exact terms could not be checked;
@@ -61,6 +62,8 @@ class Equinox:
         self._slots = context.limits.max_batch_size
         self._counters: dict[str, float] = {}
         self._alive: dict[str, dict[RequestView, None]] = {}
+        self._idle_level = 0.0
+        """Level to which tenants are lifted while no request waits or runs."""
         self._charged: dict[RequestView, tuple[float, float]] = {}
         """(discount, charge) of each admitted request."""
         self.fallen_groups = FallenGroups()
@@ -82,7 +85,7 @@ class Equinox:
         for request in requests:
             tenant = request.tenant
             if tenant not in self._alive:
-                level = min((self._counters.get(one, 0.0) for one in self._alive), default=0.0)
+                level = min((self._counters.get(one, 0.0) for one in self._alive), default=self._idle_level)
                 self._counters[tenant] = max(self._counters.get(tenant, 0.0), level)
             self._alive.setdefault(tenant, {})[request] = None
 
@@ -95,8 +98,8 @@ class Equinox:
             self._counters[request.tenant] = self._counters.get(request.tenant, 0.0) + charge
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Correct charges, and forget each tenant without live requests whose counter is at most the least counter of
-        the tenants with live requests.
+        """Correct charges, and forget each of these tenants that has no live requests and whose counter is at most the
+        level to which tenants are lifted.
         """
         for request in requests:
             tenant = request.tenant
@@ -110,8 +113,12 @@ class Equinox:
             if not members:
                 self._alive.pop(tenant, None)
         self._lengths.forget(requests)
-        floor = min((self._counters.get(one, 0.0) for one in self._alive), default=float("inf"))
-        for tenant in dict.fromkeys(request.tenant for request in requests):
+        left = dict.fromkeys(request.tenant for request in requests)
+        floor = min((self._counters.get(one, 0.0) for one in self._alive or left), default=self._idle_level)
+        if not self._alive:
+            self._idle_level = floor
+            left = dict.fromkeys(self._counters)
+        for tenant in left:
             if tenant not in self._alive and self._counters.get(tenant, 0.0) <= floor:
                 self._counters.pop(tenant, None)
 

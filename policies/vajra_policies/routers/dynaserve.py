@@ -111,9 +111,16 @@ class Dynaserve(BindsOnArrival):
         cut = self._cuts.get(request)
         if cut is None or cut.first == cut.second or request.num_computed_tokens < cut.at_token:
             return None
-        is_up = any(one.replica_id == cut.second and one.is_up for one in replicas)
-        self._cuts[request] = Cut(cut.second, cut.second, cut.at_token) if is_up else Cut(cut.first, cut.first, 0)
-        return cut.second if is_up else None
+        if any(one.replica_id == cut.second and one.is_up for one in replicas):
+            return cut.second
+        self._cuts[request] = Cut(cut.first, cut.first, 0)
+        return None
+
+    def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
+        """Record that the rest of the request is computed at the replica to which it was moved."""
+        cut = self._cuts.get(request)
+        if cut is not None:
+            self._cuts[request] = Cut(target, target, cut.at_token)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Forget these requests."""

@@ -48,6 +48,8 @@ class ThunderAgent:
         self._wake = wake
         self._emit = emit
         self._table = ThunderTable(config, {})
+        self._replicas: dict[ReplicaId, ReplicaLoadView] = {}
+        """Latest view of each replica."""
         self._calls: dict[str, dict[RequestView, None]] = {}
         """Live calls of each program that were allowed to run."""
         self._held: dict[str, dict[RequestView, None]] = {}
@@ -60,7 +62,8 @@ class ThunderAgent:
 
     def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> ReplicaId | None:
         """Return the replica of the request's program; None while the program is paused."""
-        self._look_at(replicas)
+        self._replicas.update((one.replica_id, one) for one in replicas)
+        self._look_at_replicas()
         if request.program is None:
             return self._least_loaded(request, replicas)
         self._ticks.start(now)
@@ -91,6 +94,7 @@ class ThunderAgent:
         """Apply the rules to all programs or, if `key` is a program, resume this program, which was paused for too
         long.
         """
+        self._look_at_replicas()
         if key != _TICK:
             passage = self._table.force(key, now)
             self._let_go_on([] if passage is None else [passage], now)
@@ -132,10 +136,10 @@ class ThunderAgent:
 
     # Replicas and their programs
 
-    def _look_at(self, replicas: Sequence[ReplicaLoadView]) -> None:
+    def _look_at_replicas(self) -> None:
         """Add the capacities, in tokens, of replicas that came up, and remove replicas that are no longer up."""
         capacity = self._table.capacity
-        for replica in replicas:
+        for replica in self._replicas.values():
             if replica.is_up and replica.replica_id not in capacity:
                 capacity[replica.replica_id] = replica.num_blocks * self._block_size
             elif not replica.is_up and replica.replica_id in capacity:

@@ -68,17 +68,21 @@ class TargetUtilization:
     def __init__(self, config: TargetUtilizationConfig, wake: WakeUps) -> None:
         self._config = config
         self._wake = wake
-        self._next_at = 0.0
+        self._is_due = True
         self._looks: dict[str, deque[tuple[float, int]]] = {}
         self._targets: dict[str, int] = {}
 
     def targets(self, pools: Sequence[PoolView], now: float) -> Mapping[str, int]:
         """Return the number of replicas of each pool."""
-        if not self._targets or now >= self._next_at:
+        if self._is_due:
+            self._is_due = False
             self._targets = {pool.name: self._stabilized(pool, now) for pool in pools}
-            self._next_at = now + self._config.interval_s
-            self._wake.at(self._next_at)
+            self._wake.at(now + self._config.interval_s)
         return self._targets
+
+    def on_wake(self, key: str, now: float) -> None:
+        """Record that a decision is due at the next call of `targets`."""
+        self._is_due = True
 
     def _stabilized(self, pool: PoolView, now: float) -> int:
         config, current = self._config, num_active(pool)

@@ -87,12 +87,15 @@ def shares(wishes: Sequence[Wish], num_drafts: int, most_each: int, most_needed:
 
 
 class _Drafted:
-    """Time at which a request began to decode, and its numbers of verified and of accepted drafts."""
+    """Time at which a request was first seen to decode and its number of output tokens then, and its numbers of
+    verified and of accepted drafts.
+    """
 
-    __slots__ = ("begun_at", "num_accepted", "num_tried", "seen")
+    __slots__ = ("begun_at", "num_accepted", "num_before", "num_tried", "seen")
 
     def __init__(self, request: RequestView, now: float) -> None:
         self.begun_at = now
+        self.num_before = request.num_output_tokens
         self.seen = (request.num_draft_tokens, request.num_accepted_tokens)
         self.num_tried = self.num_accepted = 0
 
@@ -157,7 +160,7 @@ class AdaServe(FixedChunk):
         pace_s = request.tpot_slo_s or request.tbt_slo_s
         if not pace_s:
             return Wish(0.0, chance)
-        return Wish((now - known.begun_at + step_s) / pace_s - (request.num_output_tokens - 1), chance)
+        return Wish((now - known.begun_at + step_s) / pace_s - (request.num_output_tokens - known.num_before), chance)
 
 
 SPEC = PolicySpec(
