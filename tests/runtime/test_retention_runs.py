@@ -386,6 +386,11 @@ def problem_of(scheduling: Mapping[str, Any], cache: Mapping[str, Any] | None = 
             "replica.memory.prefix_cache.reuse_order: cannot be combined with",
         ),
         ({"retention": "lfu"}, {"retain_freed": False}, "Allowed: True"),
+        (
+            {"retention": "lfu"},
+            {"drop_last_hit": True},
+            "replica.memory.prefix_cache.drop_last_hit: cannot be combined with",
+        ),
         ({}, {"max_pinned_fraction": 1.5}, "max_pinned_fraction"),
         ({"retention": 3}, {}, "must be a policy's name"),
     ],

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
-from tests.sim.handing_off import registry_of, scheduler_of
-from tests.sim.split_pools import POLICIES, Finished, prepared, settings, simulate
+from tests.sim.handing_off import HandsOff, registry_of, scheduler_of
+from tests.sim.split_pools import POLICIES, Finished, nothing_is_left, prepared, settings, simulate
 from tests.sim.test_sim_hand_off_machine import FAULTS, HAND_OFF, LINKS, loses_nothing, requests
 from vajra_py.contract import (
     BatchBuilder,
@@ -144,8 +144,6 @@ def test_without_another_replica_that_could_go_on_it_is_refused() -> None:
 
 
 def test_only_what_runs_can_be_handed_off() -> None:
-    from tests.sim.handing_off import HandsOff
-
     class OfThoseThatWait(HandsOff):
         def schedule(self, replica: Any, batch: Any, now: float) -> None:
             batch.hand_off(next(replica.waiting()))
@@ -159,6 +157,37 @@ def test_only_what_runs_can_be_handed_off() -> None:
     mapping["scheduling"]["replica_scheduler"] = "hands_off_2"
     with pytest.raises(PolicyError, match=r"cannot hand off what is waiting. Running requests can be handed off"):
         simulate(mapping, [RequestSpec("a", 0.0, 20, 2)], registry=registry.with_policies([spec]))
+
+
+def test_a_request_that_ends_with_the_step_in_flight_is_not_handed_off() -> None:
+    """The second stage is free while the first computes a long prompt; `x` is aborted then."""
+    refusals: list[tuple[str, Refusal]] = []
+
+    class AtLast(HandsOff):
+        def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+            for one in replica.running():
+                if one.request_id == "x" and one.num_output_tokens >= 2:
+                    if now > 0.35 and (refusal := batch.hand_off(one)) is not None:
+                        refusals.append((one.request_id, refusal))
+                else:
+                    batch.add(one, batch.max_chunk(one))
+            for one in replica.waiting():
+                batch.add(one, batch.max_chunk(one))
+
+    spec = PolicySpec(
+        "at_last", Layer.REPLICA_SCHEDULER, PolicyConfig, lambda c, x: AtLast(at_half, []), "Hands off after a while."
+    )
+    mapping = settings(pools={"mixed": {"num_replicas": 1}, "decode": {}})
+    mapping["scheduling"] = {**POLICIES, "replica_scheduler": "at_last"}
+    mapping["replica"]["pipeline_stages"] = 2
+    run, simulator, ways = prepared(mapping, registry=registry_of(at_half).with_policies([spec]))
+    simulator.abort_at(0.35, "x")
+    simulator.run([RequestSpec("w", 0.0, 20, 50), RequestSpec("x", 0.0, 20, 50), RequestSpec("y", 0.3, 1500, 20)])
+    assert {name: way.reason for name, way in ways.of.items()} == {
+        "w": EndReason.STOP, "x": EndReason.ABORTED, "y": EndReason.STOP,
+    }  # fmt: skip
+    assert set(refusals) == {("x", Refusal.STAYS)}
+    nothing_is_left(run)
 
 
 class HalfOf(PlainChunks):

@@ -152,6 +152,22 @@ def test_a_held_request_is_lost_with_its_source(max_reruns: int | None, reason: 
     assert run.controller.num_alive == 0
 
 
+@pytest.mark.parametrize("reserve", ["at_admission", "after_prompt"])
+def test_blocks_that_are_free_because_a_source_was_lost_serve_who_waits_for_them(reserve: str) -> None:
+    decode = {"replica": {"memory": {"num_blocks": 12, "watermark_fraction": 0.0}}}
+    mapping = settings(
+        hand_off={"kv_bytes_per_token": 1_000_000, "reserve": reserve},
+        links={"bandwidth_gb_s": 0.2},
+        pools={"prefill": {"num_replicas": 2}, "decode": decode},
+    )
+    run, simulator, ways = prepared(mapping)
+    lost_at = to_ticks(0.75)  # the KV of b is on its way, and a was preempted for lack of blocks
+    simulator.inject(lost_at, Phase.FAILURE, Failure(lost_at, "default", 1, "lost", max_reruns=None))
+    simulator.run([RequestSpec("a", 0.0, 60, 60), RequestSpec("b", 0.3, 110, 20)])
+    assert (ways.of["a"].reason, ways.of["b"].reason) == (EndReason.STOP, EndReason.FAILED)
+    nothing_is_left(run)
+
+
 def test_at_step_boundaries_a_busy_target_takes_kv_when_its_step_ends() -> None:
     hand_off = {"kv_bytes_per_token": 1_000_000, "takes_effect": "at_step_boundary"}
     requests = [RequestSpec("a", 0.0, 100, 50), RequestSpec("b", 0.1, 100, 5)]

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.sim import split_pools
 from tests.sim.scaled import Scaled, scaled
-from vajra_py.contract import PolicyContext, PoolView
+from vajra_py.contract import PolicyConfig, PolicyContext, PoolView, ScalerSpec
+from vajra_py.contract.observer import EndReason
 from vajra_py.errors import PolicyError
+from vajra_py.plugins import load_registry
 from vajra_py.runtime.records.input_log import Failure, Restart
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.support.clock import to_ticks
@@ -87,6 +90,30 @@ def test_prompts_held_back_for_blocks_of_a_decode_replica_wait_in_the_prefill_po
     replicaset.scaling.scaler.targets = targets  # type: ignore[method-assign]
     world.run(requests(5))
     assert (0.1, (3, 120), (0, 0)) in queued
+
+
+def test_a_prompt_to_be_computed_again_leaves_a_replica_that_drains_by_migration() -> None:
+    """Decode replica 2 is lost; its request waits on prefill replica 1, preempted, when that replica drains."""
+    memory = {"num_blocks": 100, "watermark_fraction": 0.0}
+    elastic = {"max_replicas": 2, "drain": "migrate"}
+    mapping = split_pools.settings(
+        scheduling={**split_pools.POLICIES, "scaling": "both"},
+        hand_off={"kv_bytes_per_token": 1_000_000, "reserve": "before_prompt"},
+        replica={"memory": memory, "max_batch_size": 1, "max_batch_tokens": 1000},
+        pools={
+            "prefill": {"num_replicas": 2, "elastic": elastic},
+            "decode": {"num_replicas": 2, "elastic": elastic, "replica": {"memory": {**memory, "num_blocks": 1000}}},
+        },
+    )
+    script = {0.0: (2, 2), 0.46: (1, 2)}
+    scaler = ScalerSpec("both", PolicyConfig, lambda config, context: Both(context, script), "Follows a script.")
+    run, simulator, ways = split_pools.prepared(mapping, registry=load_registry().with_policies([scaler]))
+    lost_at = to_ticks(0.45)
+    simulator.inject(lost_at, Phase.FAILURE, Failure(lost_at, "default", 2, "lost", max_reruns=3))
+    long = [RequestSpec(f"long {index}", 0.4 + 0.001 * index, 700, 5) for index in range(5)]
+    simulator.run([RequestSpec("a", 0.0, 100, 300), *long, RequestSpec("late", 0.452, 700, 5)])
+    assert {way.reason for way in ways.of.values()} == {EndReason.STOP}
+    split_pools.nothing_is_left(run)
 
 
 def test_a_decode_pool_without_replicas_is_named() -> None:

@@ -10,11 +10,15 @@ from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
-from tests.sim.split_pools import POLICIES, prepared, settings, simulate
+from tests.sim.split_pools import POLICIES, nothing_is_left, prepared, settings, simulate
+from vajra_py.config import PolicyChoice
 from vajra_py.contract import Layer, PolicyConfig, PolicySpec, QueueView, ReplicaId, ReplicaLoadView, RequestView
 from vajra_py.contract.observer import EndReason
 from vajra_py.errors import PolicyError
 from vajra_py.plugins import Registry, load_registry
+from vajra_py.runtime.records.input_log import CacheReset, Failure, PolicyChange
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.support.clock import to_ticks
 from vajra_py.workload import RequestSpec
 
 
@@ -222,3 +226,68 @@ def test_whoever_sends_requests_to_full_replicas_sees_all_of_them_end(
     assert fast.order == slow.order
     reasons = {EndReason.STOP} if hand_off["when_full"] != "drop" else {EndReason.STOP, EndReason.REJECTED}
     assert {way.reason for way in fast.ways.values()} <= reasons
+
+
+# Prompts held back until blocks of a decode replica are reserved
+
+
+def held_back(num_prefill: int, num_decode: int) -> dict[str, Any]:
+    """Decode replicas with blocks for one request."""
+    decode = {"num_replicas": num_decode, "replica": {"memory": {"num_blocks": 12, "watermark_fraction": 0.0}}}
+    hand_off = {"kv_bytes_per_token": 1_000_000, "reserve": "before_prompt"}
+    return settings(hand_off=hand_off, pools={"prefill": {"num_replicas": num_prefill}, "decode": decode})
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_prompt_to_be_computed_again_is_not_forgotten_when_the_scheduler_is_replaced(aborted: bool) -> None:
+    run, simulator, ways = prepared(held_back(2, 2))
+    lost_at, at = to_ticks(0.2), to_ticks(0.3)  # r0 decodes on replica 2; then its prompt is held back
+    simulator.inject(lost_at, Phase.FAILURE, Failure(lost_at, "default", 2, "lost", max_reruns=3))
+    change = PolicyChange("default", Layer.REPLICASET_SCHEDULER, PolicyChoice(policy="least_loaded"))
+    simulator.inject(at, Phase.POLICY, change)
+    if aborted:
+        simulator.abort_at(0.5, "r0")
+    simulator.run([RequestSpec(f"r{index}", 0.0, 100, 60) for index in range(4)])
+    reasons = [ways.of[f"r{index}"].reason for index in range(4)]
+    assert reasons == [EndReason.ABORTED if aborted else EndReason.STOP, *[EndReason.STOP] * 3]
+    nothing_is_left(run)
+
+
+def test_prompts_held_back_are_not_forgotten_when_the_cache_is_reset() -> None:
+    run, simulator, ways = prepared(held_back(2, 1))
+    at = to_ticks(0.2)  # both prefill replicas are idle
+    for replica_id in (0, 1):
+        simulator.inject(at, Phase.FAILURE, CacheReset(at, "default", replica_id))
+    simulator.run([RequestSpec(f"r{index}", 0.0, 100, 60) for index in range(4)])
+    assert {way.reason for way in ways.of.values()} == {EndReason.STOP}
+    nothing_is_left(run)
+
+
+class FailsAtOnce(Router):
+    """Cannot take over while requests are served."""
+
+    def on_arrivals(self, requests: Sequence[RequestView], now: float) -> None:
+        raise RuntimeError("bug in plug-in")
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_prompts_held_back_go_on_under_the_old_scheduler_when_a_new_one_is_refused(aborted: bool) -> None:
+    spec = PolicySpec("fails", Layer.REPLICASET_SCHEDULER, PolicyConfig, lambda c, x: FailsAtOnce(), "Fails at once.")
+    run, simulator, ways = prepared(held_back(1, 1), registry=load_registry().with_policies([spec]))
+    refused = []
+
+    def swap(change: PolicyChange) -> None:
+        with pytest.raises(PolicyError, match="bug in plug-in"):
+            simulator._driver.swap_policy(change)
+        refused.append(change)
+
+    simulator.on_policy_change = swap  # type: ignore[method-assign, assignment]
+    change = PolicyChange("default", Layer.REPLICASET_SCHEDULER, PolicyChoice(policy="fails"))
+    simulator.inject(to_ticks(0.05), Phase.POLICY, change)
+    if aborted:
+        simulator.abort_at(0.2, "r2")
+    simulator.run([RequestSpec(f"r{index}", 0.0, 100, 40) for index in range(3)])
+    assert refused == [change]
+    reasons = [ways.of[f"r{index}"].reason for index in range(3)]
+    assert reasons == [EndReason.STOP, EndReason.STOP, EndReason.ABORTED if aborted else EndReason.STOP]
+    nothing_is_left(run)

@@ -482,7 +482,13 @@ def _build_retention(
     if not cache.enabled:
         message = f"{choice.policy!r} orders cached content, and there is no prefix cache"
         raise ConfigError(Problem("scheduling.retention", message, "Allowed: null, or prefix_cache.enabled: true"))
-    ordered = {"reuse_order": "lru", "release_order": "tail_first", "retain_freed": True, "duplicates": "keep_first"}
+    ordered = {
+        "reuse_order": "lru",
+        "release_order": "tail_first",
+        "retain_freed": True,
+        "duplicates": "keep_first",
+        "drop_last_hit": False,
+    }
     for name, value in ordered.items():
         if getattr(cache, name) != value:
             message = f"cannot be combined with the retention policy {choice.policy!r} (got {getattr(cache, name)!r})"

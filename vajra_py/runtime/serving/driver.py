@@ -802,7 +802,7 @@ class Driver(Generic[R]):
                     movement.lose(one)
                 self.controller.reset_cache(one.replica, self.now)
                 if movement is not None:
-                    movement.place_again()
+                    movement.after_loss()
             except PolicyError as error:
                 self.isolate(what.replicaset, error)
                 return
@@ -818,7 +818,7 @@ class Driver(Generic[R]):
                 movement.lose(one)
             losses = self.controller.lose_replica(one.replica, what, self.now)
             if movement is not None:
-                movement.place_again()
+                movement.after_loss()
             self.announce_all(what.replicaset, losses.moved)
             if movement is not None:
                 movement.make_moves()
@@ -843,20 +843,37 @@ class Driver(Generic[R]):
         self.interrupt(change.replicaset)
         movement = self._movements.get(change.replicaset)
         if movement is not None and change.layer is Layer.REPLICASET_SCHEDULER:
-            movement.hand_offs.recall()
-        swapped = self.controller.swap_policy(change, self.now)
+            swapped = self._swap_scheduler(change, movement)
+        else:
+            swapped = self.controller.swap_policy(change, self.now)
         self._read_declarations()
         choice = change.choice
         self.record(Swap(self.now, change.replicaset, change.layer.value, choice.policy, choice.params))
         self._notify_placed(change.replicaset, swapped.moved)
+        self._go_on(change.replicaset)
+        return swapped
+
+    def _swap_scheduler(self, change: PolicyChange, movement: Movement[R]) -> Swapped:
+        """Replace the scheduler of a replicaset whose requests move. If this raises, the old scheduler stays, and
+        finds targets again for the prompts that are held back.
+        """
+        movement.hand_offs.recall()
+        try:
+            return self.controller.swap_policy(change, self.now)
+        except Exception:
+            self._go_on(change.replicaset)
+            raise
+
+    def _go_on(self, replicaset: str) -> None:
+        """Find targets for the prompts that are held back, and wake all replicas."""
+        movement = self._movements.get(replicaset)
         if movement is not None:
             try:
                 movement.hand_offs.hold_back()
             except PolicyError as error:
-                self.isolate(change.replicaset, error)
-        for one in self._replicas[change.replicaset]:
+                self.isolate(replicaset, error)
+        for one in self._replicas[replicaset]:
             self.wake(one, at_once=True)
-        return swapped
 
     def isolate(self, replicaset: str, error: PolicyError) -> None:
         """See `DriverServices`."""

@@ -22,6 +22,7 @@ from vajra_py.runtime.requests.request import Request, RequestState
 from vajra_py.runtime.serving.backend import R
 from vajra_py.runtime.serving.overlap import Overlap
 from vajra_py.runtime.serving.replicaset import Replicaset
+from vajra_py.runtime.serving.scaling import states_placed_anew
 from vajra_py.runtime.serving.services import DriverServices
 from vajra_py.runtime.serving.transfers import KV_LOST, REQUEST_ENDED, Transfers
 from vajra_py.runtime.support.clock import to_seconds
@@ -131,6 +132,8 @@ class HandOffs(Generic[R]):
         """Requests that arrived at a replica or stayed there, with their number of computed tokens at that time: they
         leave only after more tokens were computed.
         """
+        self._freed_by_loss: dict[R, None] = {}
+        """Targets whose reserved blocks were freed because the sources were lost; see `after_loss`."""
         self.overlap = Overlap(rules, transfers, self._of, self._moved) if rules.overlaps else None
         """Transfers that begin before the prompt is computed; None if the rules allow none."""
         for replica in replicaset.replicas:
@@ -162,7 +165,11 @@ class HandOffs(Generic[R]):
             self._place(one)
 
     def _why_kept(self, request: Request) -> Refusal | None:
-        """Return the reason why a running request cannot be handed off; None if it can."""
+        """Return the reason why a running request cannot be handed off; None if it can. A request that ends with the
+        step in flight stays.
+        """
+        if request in self._replicas[request.replica_id].replica.to_end:
+            return Refusal.STAYS
         if self._stayed.get(request) == request.num_computed_tokens or request.stays_at == request.replica_id:
             return Refusal.STAYS
         able = self._replicaset.bounds.holders(request).of_decodes
@@ -543,9 +550,10 @@ class HandOffs(Generic[R]):
                 self._driver.wake(each)
 
     def recall_from(self, draining: R) -> None:
-        """Drop the planned hand-offs of prompts that wait on a draining replica."""
+        """Drop the planned hand-offs of prompts that wait on a draining replica and will be placed anew."""
+        states = states_placed_anew(self._replicaset, draining.replica.replica_id)
         for one in list(self._of.values()):
-            if one.is_early and one.source is draining and one.request.state is RequestState.WAITING:
+            if one.is_early and one.source is draining and one.request.state in states:
                 self._forget(one, _PLACED_ANEW)
 
     def recall_prompt(self, request: Request) -> None:
@@ -569,8 +577,12 @@ class HandOffs(Generic[R]):
                 self._forget(one, _PLACED_ANEW)
 
     def _forget(self, one: HandOff[R], why: str) -> None:
-        """Drop a hand-off and release the blocks reserved at its target; the source still holds the KV."""
+        """Drop a hand-off and release the blocks reserved at its target; the source still holds the KV. For a prompt
+        that is held back, `hold_back` will find a target again.
+        """
         self._of.pop(one.request, None)
+        if one.request in self._replicaset.held_back:
+            self._replicaset.newly_held_back.append(one.request)
         self._call_off(one, why)
 
     def _call_off(self, one: HandOff[R], why: str) -> None:
@@ -593,13 +605,15 @@ class HandOffs(Generic[R]):
     def lose(self, lost: R) -> None:
         """Cancel all hand-offs from and to a lost replica.
 
-        To be called before the replica's memory is cleared; `place_again` must follow, for requests that were moving to
-        the replica.
+        To be called before the replica's memory is cleared; `after_loss` must follow, for requests that were moving to
+        the replica or that wait for the freed blocks.
         """
         here = lost.replica.replica_id
         self._stayed = {one: count for one, count in self._stayed.items() if one.replica_id != here}
         for one in list(self._of.values()):
             if one.source is lost:
+                if one.target is not None:
+                    self._freed_by_loss[one.target] = None
                 self._forget(one, KV_LOST)
             elif one.target is lost:
                 self._call_off(one, KV_LOST)
@@ -607,6 +621,15 @@ class HandOffs(Generic[R]):
                     self._stay(one)
                 elif one.stage is not Stage.COMPUTING:
                     self._unplaced[one.request] = one
+
+    def after_loss(self) -> None:
+        """Continue requests that wait for blocks that a loss has freed, and find targets for requests that have none."""
+        while self._freed_by_loss:
+            target = next(iter(self._freed_by_loss))
+            del self._freed_by_loss[target]
+            self.freed(target)
+            self._driver.wake(target)
+        self.place_again()
 
     def is_being_sent(self, request: Request) -> bool:
         """Return True if KV of a request is being sent although its prompt is not computed yet."""
@@ -645,6 +668,7 @@ class HandOffs(Generic[R]):
         self._unplaced.clear()
         self._stayed.clear()
         self._lines.clear()
+        self._freed_by_loss.clear()
         self._asked_while_busy.clear()
 
 

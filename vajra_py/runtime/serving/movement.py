@@ -138,15 +138,15 @@ class Movement(Generic[R]):
 
     def lose(self, one: R) -> None:
         """Cancel all movements from and to a lost replica; to be called before the replica's memory is cleared and
-        before `place_again`.
+        before `after_loss`.
         """
         self._transfers.forget_waiting(one)
         self._migrations.lose(one)
         self.hand_offs.lose(one)
 
-    def place_again(self) -> None:
-        """Find targets for requests that have none."""
-        self.hand_offs.place_again()
+    def after_loss(self) -> None:
+        """Continue requests that wait for blocks that a loss has freed, and find targets for requests that have none."""
+        self.hand_offs.after_loss()
         self._drains.advance()
 
     def involves(self, one: R) -> bool:

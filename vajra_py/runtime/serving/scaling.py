@@ -203,17 +203,25 @@ class ReplicasetScaling:
             start.is_void = True
 
 
-def place_anew(replicaset: Replicaset, replica: Replica, now: int) -> list[tuple[Request, Replica | None]]:
-    """Place the waiting requests of a draining replica again, like arrivals, except requests that will continue on that
-    replica.
+def states_placed_anew(replicaset: Replicaset, replica_id: int) -> Sequence[RequestState]:
+    """Return the states of the requests that are placed again when their replica drains.
 
     A request that has begun continues on the replica; a preempted one is placed again if running requests move away
-    (`drains_by_migration`). Return the placed requests, each with the replica to which it is bound now (None: the
-    shared queue). Raises `PolicyError`.
+    (`drains_by_migration`).
     """
     scaling = replicaset.scaling
-    all_leave = scaling is not None and scaling.drains_by_migration(replica.replica_id)
-    states = (RequestState.WAITING, RequestState.PREEMPTED) if all_leave else (RequestState.WAITING,)
+    all_leave = scaling is not None and scaling.drains_by_migration(replica_id)
+    return (RequestState.WAITING, RequestState.PREEMPTED) if all_leave else (RequestState.WAITING,)
+
+
+def place_anew(replicaset: Replicaset, replica: Replica, now: int) -> list[tuple[Request, Replica | None]]:
+    """Place the waiting requests of a draining replica again, like arrivals, except requests that will continue on that
+    replica (`states_placed_anew`).
+
+    Return the placed requests, each with the replica to which it is bound now (None: the shared queue). Raises
+    `PolicyError`.
+    """
+    states = states_placed_anew(replicaset, replica.replica_id)
     waiting = [one for one in replica.queue.ordered(to_seconds(now)) if isinstance(one, Request)]
     waiting += [one for one in replicaset.held_back if one.replica_id == replica.replica_id]
     moving = [one for one in waiting if one.state in states and one not in replica.to_end]
