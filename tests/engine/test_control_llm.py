@@ -12,8 +12,11 @@ import pytest
 
 from tests.engine.fake_runner import EOS_TOKEN_ID, VOCAB_SIZE, FakeRunner, expected_output
 from vajra_py import LLM, AsyncLLM, SamplingParams
-from vajra_py.engine.compute import StepInput, StepOutput
+from vajra_py.contract.facts import StatedFacts
+from vajra_py.contract.latency import LAST_S
+from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.outputs import OutputBuffer, detokenize
+from vajra_py.engine.requests import RequestMaker
 from vajra_py.engine.tokenizer import text_stream
 from vajra_py.errors import ConfigError, ExecutorError, PolicyError
 from vajra_py.runtime.serving.replica import Replica
@@ -109,6 +112,14 @@ def test_log_probabilities_are_those_of_the_tokens(llm: LLM) -> None:
         ([1], {"seed": -3}, "seed: is out of range"),
         ([1], {"stop": ("",)}, "stop: has an empty string"),
         ([1], {"stop": ("a",)}, "stop: needs a tokenizer"),
+        ([1], {"stop": "The end"}, r"stop: is not a list \('The end'\)\. Allowed: a list or tuple of strings"),
+        ([1], {"stop": [5, "a"]}, r"stop: has entries of another type \(5\)"),
+        ([1], {"stop_token_ids": 5}, r"stop_token_ids: is not a list \(5\)"),
+        ([1], {"logit_bias": {5: 1.0}}, r"logit_bias: is not a list .* Allowed: a list or tuple of pairs"),
+        ([1], {"logit_bias": [5]}, r"logit_bias: has entries of another type \(5\)"),
+        ([1], {"bad_words": "word"}, r"bad_words: is not a list \('word'\)"),
+        ([1], {"bad_words": ["a\ud800"]}, r"bad_words: has what is no word"),
+        ([1], {"bad_words_token_ids": [7]}, r"bad_words_token_ids: has entries of another type \(7\)"),
         ([1], {"stop_token_ids": (VOCAB_SIZE,)}, "stop_token_ids: are not tokens of the model"),
     ],
 )
@@ -117,6 +128,38 @@ def test_bad_input_is_one_clear_line(llm: LLM, prompt: Any, params: dict[str, An
         llm.generate([prompt], SamplingParams(**params))
     assert len(caught.value.problems) == 1
     assert llm.generate([1], SamplingParams(max_tokens=2))[0].token_ids == expected_output([1], 2)
+
+
+def test_lists_are_as_good_as_tuples(llm: LLM) -> None:
+    words: Any = Words()
+    assert llm.engine is not None
+    llm._requests = RequestMaker(llm.engine, words)
+    lists = SamplingParams(
+        stop=["END"], stop_token_ids=[3], logit_bias=[[5, 1.0]], allowed_token_ids=[5, 6], bad_words_token_ids=[[7]]  # type: ignore[arg-type]
+    )  # fmt: skip
+    made = llm._requests.make([1], lists).output.sampling
+    assert (made.stop, made.stop_token_ids, made.logit_bias) == (("END",), (3,), ((5, 1.0),))
+    assert (made.allowed_token_ids, made.bad_words_token_ids) == ((5, 6), ((7,),))
+
+
+def test_half_of_a_character_is_refused_before_it_is_tokenized(llm: LLM) -> None:
+    words: Any = Words()
+    assert llm.engine is not None
+    llm._requests = RequestMaker(llm.engine, words)
+    with pytest.raises(ConfigError, match=r"prompts\[0\]: has half of a surrogate pair"):
+        llm.generate("a\ud800b")
+    with pytest.raises(ConfigError, match="messages: has half of a surrogate pair"):
+        llm.chat([{"role": "user", "content": "\ud800"}])
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e308, -1.0, "1"])
+def test_a_duration_that_no_clock_holds_ends_its_own_call_alone(llm: LLM, seconds: Any) -> None:
+    allowed = r"is out of range \(.*\)\. Allowed: 0 to 9,000,000 s, or None"
+    for name in ("expires_after_s", "deadline_s"):
+        with pytest.raises(ConfigError, match=f"facts.{name}: {allowed}"):
+            llm.generate([1], facts=StatedFacts(**{name: seconds}))
+    (output,) = llm.generate([1], SamplingParams(max_tokens=2), facts=StatedFacts(expires_after_s=LAST_S))
+    assert output.token_ids == expected_output([1], 2)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +196,25 @@ def test_a_policy_that_needs_predictions_says_so_before_a_model_is_loaded(
     layers = {"request_prioritizer": "fcfs", "replicaset_scheduler": "pull", "replica_scheduler": "fixed_chunk"}
     with pytest.raises(ConfigError, match=r"^backend\.engine\.latency: is missing"):
         LLM(hollow_model, {**settings(), "scheduling": {**layers, layer: policy}}, load=refuses_to_load)
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_an_llm_whose_memory_does_not_fit_leaves_nothing_behind(kind: type[LLM | AsyncLLM], hollow_model: Path) -> None:
+    class Full(FakeRunner):
+        def __init__(self, options: RunnerOptions) -> None:
+            super().__init__(options)
+            left.add(self)
+
+        def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+            raise ExecutorError("KV memory: does not fit")
+
+        def close(self) -> None:
+            left.discard(self)
+
+    left: set[FakeRunner] = set()
+    with pytest.raises(ExecutorError, match="does not fit"):
+        kind(hollow_model, {**settings(), "num_replicas": 2}, load=Full)
+    assert not left
 
 
 def test_an_engine_that_ended_is_closed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +327,7 @@ class Words:
         return bytes([token_id])
 
     def render_chat(self, messages: Any) -> str:
-        raise NotImplementedError
+        return "".join(message["content"] for message in messages)
 
 
 def collect(text: str, stripped_blanks: int | None = None, **params: Any) -> tuple[list[str], OutputBuffer, bool]:

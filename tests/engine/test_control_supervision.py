@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.fake_runner import FakeRunner
-from vajra_py import AsyncLLM, SamplingParams
+from vajra_py import LLM, AsyncLLM, SamplingParams
 from vajra_py.engine.compute import RunnerOptions, StepInput, StepOutput
 from vajra_py.engine.supervision import GivenUp, Outcome, Restarted, RestartLimits, Supervisor
 from vajra_py.engine.worker import ReplicaKey, close_all
@@ -153,3 +153,45 @@ def test_an_engine_that_failed_for_good_says_so(tmp_path: Path, monkeypatch: pyt
                 await llm.generate([1, 2, 3])
 
     asyncio.run(serve())
+
+
+def test_a_worker_that_starts_again_after_the_last_request_is_closed(tmp_path: Path) -> None:
+    class Late(FakeRunner):
+        """One of two fails, and starts again only when `may_start` is set."""
+
+        def __init__(self, options: RunnerOptions) -> None:
+            super().__init__(options)
+            self.is_first = not made
+            if len(made) == 2:
+                may_start.wait(30)
+            made.append(self)
+            opened.add(self)
+
+        def run(self, step: StepInput) -> StepOutput:
+            if self.is_first:
+                raise ExecutorError("the device fell off the bus")
+            return super().run(step)
+
+        def close(self) -> None:
+            opened.discard(self)
+
+    made: list[FakeRunner] = []
+    opened: set[FakeRunner] = set()
+    may_start = threading.Event()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    config = {
+        "num_replicas": 2,
+        "replica": {"max_model_len": 200, "memory": {"block_size": 8, "num_blocks": 60}},
+        "backend": {"engine": {"random_weights": True, "recovery": {"backoff_s": 0.0, "max_restarts": 2}}},
+    }
+    with LLM(tmp_path, config, load=Late) as llm:
+        outputs = llm.generate([[1], [2]], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert sorted(output.finish_reason for output in outputs) == ["failed", "length"]
+        may_start.set()
+        assert llm.engine is not None
+        restarter = llm.engine.restarter
+        assert isinstance(restarter, Supervisor)
+        for thread in restarter._threads.values():
+            thread.join(30)
+    assert len(made) == 3
+    assert not opened

@@ -207,6 +207,21 @@ def test_requests_that_would_arrive_beyond_the_clock_are_refused(rate: float, tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("variant", "since"), [("plain", "the run's begin"), ("closed loop", "(the run's begin|the one it follows)")]
+)
+@pytest.mark.parametrize("time_scale", [1e9, 1e308])
+def test_times_scaled_beyond_the_clock_are_refused(variant: str, since: str, time_scale: float, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    engine = {"model": str(tmp_path), "random_weights": True, "time_scale": time_scale}
+    experiment = {**effective(variant), "backend": {"engine": engine}}
+    said = (
+        rf"^backend\.engine\.time_scale: a request arrives .* s after {since}, times this factor\. Allowed: at most 9,0"
+    )
+    with pytest.raises(ConfigError, match=said):
+        vajra.run(config_from_mapping(experiment), folder=tmp_path / "run")
+
+
 def test_a_slow_arrival_within_the_clock_is_served(tmp_path: Path) -> None:
     experiment = changed("plain", ("workload", "arrivals", "rate"), 2e-5)
     run = vajra.run(config_from_mapping(experiment), folder=tmp_path / "run")

@@ -143,6 +143,7 @@ class Engine:
     watch: StepWatch | None = None
     load_s: float = 0.0
     """Duration of loading, in seconds."""
+    _restarted: dict[ReplicaKey, Worker] = field(default_factory=dict)  # latest ones; the loop may not have them yet
     _is_closed: bool = False
 
     @classmethod
@@ -276,6 +277,7 @@ class Engine:
             load_limit.wait_loaded(worker)
             checked_facts([self.models[replica[0]], worker.facts])
             self._allocate(replica, worker, loop)
+            self._restarted[replica] = worker
 
         loop.restarter = self.restarter = make_restarter(limits, self.maker.begin, finish, loop.inbox.put)
         return loop
@@ -347,7 +349,7 @@ class Engine:
             self.watch.close()
         if self.restarter is not None:
             self.restarter.close()
-        close_all([one.worker for one in self.replicas.values()])
+        close_all(dict.fromkeys([*(one.worker for one in self.replicas.values()), *self._restarted.values()]))
 
 
 def _dry_controller(config: SystemConfig, services: EngineServices, sizes: Mapping[str, PoolSizes]) -> Controller:

@@ -86,9 +86,13 @@ class EngineClient:
         note: Callable[[Input], None] | None = None,
         isolates_policies: bool = False,
     ) -> EngineLoop:
-        """Create the loop of the loaded engine; its clock starts now."""
+        """Create the loop of the loaded engine; its clock starts now. If this fails, the engine is closed."""
         assert self.engine is not None
-        self.loop = self.engine.start(serves=serves, note=note, isolates_policies=isolates_policies)
+        try:
+            self.loop = self.engine.start(serves=serves, note=note, isolates_policies=isolates_policies)
+        except BaseException:
+            self.engine.close()
+            raise
         self.loop.on_ended = self._on_ended
         return self.loop
 

@@ -1,4 +1,4 @@
-"""Validate a request's sampling parameters and prompt.
+"""Validate a request's sampling parameters, facts and prompt.
 
 Numbers must be within the range of float32, the type they are computed in. The text of each problem is one line. This
 module loads no tensor library.
@@ -6,13 +6,17 @@ module loads no tensor library.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
+from vajra_py.contract.facts import FACTS, FactKind, StatedFacts
+from vajra_py.contract.latency import LAST_S
 from vajra_py.engine.compute.interface import SamplingParams
 from vajra_py.engine.stop_strings import MAX_ALL_STOP_CHARACTERS, MAX_STOP_CHARACTERS
 from vajra_py.errors import ConfigError, Problem
+from vajra_py.workload.files import is_encodable
 
 MAX_LOGPROBS = 100
 MAX_BIASES = 1024
@@ -50,6 +54,55 @@ _RANGES = (
     _Range("frequency_penalty", -2.0, 2.0, "Allowed: -2 to 2"),
     _Range("repetition_penalty", SMALLEST, LARGEST, f"Allowed: above 0 ({_POSITIVE})"),
 )
+_DURATIONS = tuple(
+    _Range(fact.name, 0.0, LAST_S, f"Allowed: 0 to {LAST_S:,} s, or None")
+    for fact in FACTS
+    if fact.kind is FactKind.DURATION
+)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+_LISTS: Mapping[str, tuple[str, Callable[[Any], bool] | None]] = {
+    "stop": ("strings", lambda entry: isinstance(entry, str)),
+    "stop_token_ids": ("tokens", None),
+    "allowed_token_ids": ("tokens", None),
+    "logit_bias": ("pairs of a token and a number", lambda entry: _is_list(entry) and len(entry) == 2),
+    "bad_words": ("strings", None),
+    "bad_words_token_ids": ("sequences of tokens", _is_list),
+}
+"""For each parameter with several entries: what the entries are, and a check of one entry's type; None: `check_sampling`
+checks the entries.
+"""
+
+
+def with_tuples(params: SamplingParams, where: str = "sampling") -> SamplingParams:
+    """Return the parameters with a tuple in place of every list.
+
+    Raises `ConfigError` if a parameter that takes several entries is not a list, or if an entry has a wrong type.
+    """
+    problems: list[Problem] = []
+    tuples: dict[str, Any] = {}
+    for name, (entries, is_entry) in _LISTS.items():
+        value = getattr(params, name)
+        if value is None and name == "allowed_token_ids":
+            continue
+        allowed = f"Allowed: a list or tuple of {entries}"
+        if not _is_list(value) and not isinstance(value, Set):
+            problems.append(Problem(f"{where}.{name}", f"is not a list ({_shown(value)})", allowed))
+            continue
+        wrong = [_shown(entry) for entry in value if is_entry is not None and not is_entry(entry)]
+        if wrong:
+            message = f"has entries of another type ({', '.join(wrong[:5])})"
+            problems.append(Problem(f"{where}.{name}", message, allowed))
+        as_tuple = tuple(tuple(entry) if _is_list(entry) else entry for entry in value)
+        if as_tuple != value:
+            tuples[name] = as_tuple
+    if problems:
+        raise ConfigError(problems)
+    return replace(params, **tuples) if tuples else params
 
 
 def check_sampling(params: SamplingParams, where: str = "sampling", vocab_size: int | None = None) -> None:
@@ -81,8 +134,16 @@ def check_backend(params: SamplingParams, kind: str, where: str = "sampling") ->
         )
 
 
-def _out_of_range(params: SamplingParams, limits: _Range, where: str) -> list[Problem]:
-    value = getattr(params, limits.name)
+def check_facts(stated: StatedFacts, where: str = "facts") -> None:
+    """Raise a `ConfigError` that lists all durations that the clock cannot represent, if there are any."""
+    given = [limits for limits in _DURATIONS if getattr(stated, limits.name) is not None]
+    problems = [problem for limits in given for problem in _out_of_range(stated, limits, where)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _out_of_range(values: SamplingParams | StatedFacts, limits: _Range, where: str) -> list[Problem]:
+    value = getattr(values, limits.name)
     if limits.holds(value):
         return []
     return [Problem(f"{where}.{limits.name}", f"is out of range ({_shown(value)})", limits.allowed)]
@@ -122,8 +183,12 @@ def _wrong_constraints(params: SamplingParams, where: str) -> list[Problem]:
     if wrong:
         problems.append(Problem(f"{where}.logit_bias", f"is out of range ({', '.join(wrong[:5])})", biases.allowed))
     words: Iterable[object] = params.bad_words
-    if any(not isinstance(word, str) or not word.strip() for word in words):
-        problems.append(Problem(f"{where}.bad_words", "has what is no word", "Allowed: strings of more than blanks"))
+    if any(not isinstance(word, str) or not word.strip() or not is_encodable(word) for word in words):
+        problems.append(
+            Problem(
+                f"{where}.bad_words", "has what is no word", "Allowed: strings of whole characters, not only blanks"
+            )
+        )
     if any(not word for word in params.bad_words_token_ids):
         problems.append(Problem(f"{where}.bad_words_token_ids", "has an empty sequence", "Allowed: one token or more"))
     if (

@@ -14,11 +14,12 @@ from vajra_py.contract.observer import EndReason
 from vajra_py.engine.build import Engine
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.outputs import Submission
-from vajra_py.engine.params import check_backend, check_prompt, check_sampling
+from vajra_py.engine.params import check_backend, check_facts, check_prompt, check_sampling, with_tuples
 from vajra_py.engine.prompts import request_seed
 from vajra_py.engine.tokenizer import HubTokenizer, Tokenizer, has_tokenizer, text_stream, with_bad_words
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.runtime.requests.request import Request, RequestFacts
+from vajra_py.workload.files import is_encodable
 
 Prompt: TypeAlias = str | Sequence[int]
 """Prompt as text or as token ids."""
@@ -149,7 +150,10 @@ class RequestMaker:
     ) -> Submission:
         """Create one submission; `stated`: facts of the request other than its lengths. Raises `ConfigError`."""
         engine, tokenizer = self._engine, self._tokenizer
+        params = with_tuples(params)
         check_sampling(params, "sampling", engine.vocab_size)
+        if stated is not None:
+            check_facts(stated)
         if params.bad_words:
             params = with_bad_words(params, tokenizer)
         if params.stop and tokenizer is None:
@@ -168,7 +172,9 @@ class RequestMaker:
         """Return the prompt tokens of a conversation. Raises `ConfigError`."""
         if self._tokenizer is None:
             raise ConfigError(Problem("messages", "need a tokenizer, and the model has none", "Give token ids"))
-        return self._tokenizer.encode(self._tokenizer.render_chat(messages), is_rendered=True)
+        text = self._tokenizer.render_chat(messages)
+        _check_text(text, "messages")
+        return self._tokenizer.encode(text, is_rendered=True)
 
     def _tokens(self, prompt: Prompt, where: str) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -180,7 +186,14 @@ class RequestMaker:
             raise ConfigError(Problem(where, "is text, and the model has no tokenizer", "Give token ids"))
         if not prompt:
             raise ConfigError(Problem(where, "is empty", "Allowed: one character or more"))
+        _check_text(prompt, where)
         return self._tokenizer.encode(prompt)
+
+
+def _check_text(text: str, where: str) -> None:
+    if not is_encodable(text):
+        message = "has half of a surrogate pair, which is no character"
+        raise ConfigError(Problem(where, message, "Allowed: text of whole characters"))
 
 
 def is_kind_of_token(kind: type) -> bool:

@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 
 from tests.engine.adapter_folders import ATTENTION, EVERYWHERE, merged, write_adapter
-from vajra_py.engine.compute import AdapterSource, RunnerOptions, SamplingParams, load_runner
+from vajra_py.engine.compute import (
+    AdapterSource,
+    Chunk,
+    LookaheadDecodes,
+    LookaheadStep,
+    NewRow,
+    RunnerOptions,
+    SamplingParams,
+    StepInput,
+    TableUpdate,
+    load_runner,
+)
 from vajra_py.errors import ConfigError
 
 torch = pytest.importorskip("torch")
@@ -91,6 +102,37 @@ def test_a_slot_holds_what_was_loaded_last(
         compute_kit.driver(runner, 64, 0).run([job])
         logits = merged(base, written[name])(input_ids=torch.tensor([job.known]), use_cache=False).logits[0]
         assert job.outputs == logits[3:-1].argmax(-1).tolist()
+
+
+def test_a_slot_is_loaded_anew_before_decodes_of_its_last_request_have_begun_ahead(
+    compute_kit: Any, small_models: Callable[[str], str], folders: Callable[[str], dict[str, Path]]
+) -> None:
+    directory, written, greedy = small_models("llama"), folders("llama"), SamplingParams(temperature=0.0)
+    runner = compute_kit.runner(directory, adapters=sources(written), max_loras=1)
+    prompt = [5, 9, 30]
+    runner.load_adapter("wide", 0)
+    first = StepInput(
+        [Chunk(0, prompt, 0, True), Chunk(1, prompt, 0, True)],
+        new=[NewRow(0, greedy, 0, adapter="wide"), NewRow(1, greedy, 0)],
+        tables=[TableUpdate(0, 0, [1]), TableUpdate(1, 0, [2])],
+    )
+    begun = runner.run_ahead(LookaheadStep(first, (), LookaheadDecodes([0, 1], [])))
+    known = [*prompt, dict(zip(begun.slots, begun.token_ids, strict=True))[1]]
+    runner.load_adapter("some", 0)  # the request of slot 0 has ended
+    second = StepInput(
+        [Chunk(2, prompt, 0, True)],
+        [1],
+        freed=[0],
+        new=[NewRow(2, greedy, 0, adapter="some")],
+        tables=[TableUpdate(2, 0, [3])],
+    )
+    found = runner.run_ahead(LookaheadStep(second, [1]))
+    base = compute_kit.reference(directory)
+    expected = {
+        1: int(base(input_ids=torch.tensor([known]), use_cache=False).logits[0, -1].argmax()),
+        2: int(merged(base, written["some"])(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].argmax()),
+    }
+    assert dict(zip(found.slots, found.token_ids, strict=True)) == expected
 
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"

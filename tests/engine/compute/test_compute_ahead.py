@@ -106,6 +106,23 @@ def test_what_cannot_be_begun_ahead_is_refused(compute_kit: Any, small_models: C
         runner.run_ahead(LookaheadStep(StepInput(decodes=[0]), [0]))
 
 
+def test_imported_kv_is_not_overwritten_by_decodes_begun_ahead(
+    compute_kit: Any, small_models: Callable[[str], str]
+) -> None:
+    runner = compute_kit.runner(small_models("llama"))
+    step = StepInput(
+        [Chunk(0, [5, 6], 0, True), Chunk(1, [5, 6], 0, True)],
+        new=[NewRow(0, KINDS[0], 0), NewRow(1, KINDS[0], 0)],
+        tables=[TableUpdate(0, 0, [1]), TableUpdate(1, 0, [2])],
+    )
+    runner.run_ahead(LookaheadStep(step, (), LookaheadDecodes([0, 1], [])))
+    given, kept = (np.zeros(runner.kv_block_bytes, np.uint8) for _ in range(2))
+    runner.import_kv([1], given)  # the request of slot 0 has ended, and its block is used for another
+    runner.run_ahead(LookaheadStep(StepInput(decodes=[1], freed=[0]), [1]))
+    runner.export_kv([1], kept)
+    assert np.array_equal(kept, given)
+
+
 def test_a_row_that_grew_ahead_must_be_told_its_block(compute_kit: Any, small_models: Callable[[str], str]) -> None:
     runner = compute_kit.runner(small_models("llama"), spare_blocks=1)
     step = StepInput([Chunk(0, [5, 6, 7, 8], 0, True)], new=[NewRow(0, KINDS[0], 0)], tables=[TableUpdate(0, 0, [1])])

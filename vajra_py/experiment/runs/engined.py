@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vajra_py.contract.latency import LatencyModel
+from vajra_py.contract.latency import LAST_S, LatencyModel
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.build import Engine
 from vajra_py.engine.config import ModelBackendConfig
@@ -168,6 +168,13 @@ def _check_workload(workload: Workload, settings: ModelBackendConfig) -> None:
             f"backend.{settings.kind}.output_length", message, "Allowed with `sampling: {ignore_eos: true}`"
         )
         raise ConfigError(problem)
+    columns = workload.columns
+    for since, times in (("the run's begin", columns.arrived_at), ("the one it follows", columns.think_time_s)):
+        last = 0.0 if times is None else float(times.max()) * settings.time_scale
+        if not last <= LAST_S:
+            message = f"a request arrives {last:g} s after {since}, times this factor"
+            allowed = f"Allowed: at most {LAST_S:,} s; a smaller factor"
+            raise ConfigError(Problem(f"backend.{settings.kind}.time_scale", message, allowed))
 
 
 def _check_vocabulary(workload: Workload, vocab_size: int) -> None:

@@ -247,6 +247,7 @@ class TorchRunner:
     ) -> None:
         """See `KvRunner`."""
         memory = self._allocated("KV copy")
+        self.begin_ahead()  # a decode of a request that has ended may write a block that is imported now
         with _as_errors(self._model.device), current(self._model.device):
             self._copy(copies, memory)
             memory.import_blocks(block_ids, buffer)
@@ -256,6 +257,7 @@ class TorchRunner:
         """See `AdapterRunner`."""
         if self._adapters is None:
             raise ExecutorError(f"adapter {name!r}: this runner has no slots for adapters.")
+        self.begin_ahead()  # a decode of a request that has ended may need the adapter that is in the slot
         self._adapters.load(name, slot)
 
     def mark(self) -> object:
