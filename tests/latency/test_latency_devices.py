@@ -54,6 +54,8 @@ def test_a_shipped_device_can_be_changed() -> None:
     device = load_device({"base": "h100", "name": "capped", "memory_bandwidth": 2e12, "compute_fraction": 0.5})
     assert (device.name, device.memory_bandwidth) == ("capped", 2e12)
     assert set(device.compute_fraction.values()) == {0.5}
+    with pytest.raises(ConfigError, match="compute_fraction: has no figure for"):
+        load_device({"base": "h100", "compute_fraction": {}})
     assert device.peak_flops == load_device("h100").peak_flops
 
 

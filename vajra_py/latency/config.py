@@ -298,4 +298,6 @@ class OracleLengthsConfig(SettingsModel):
 class NoisyOracleLengthsConfig(SettingsModel):
     """`noisy_oracle`: the true lengths with random errors."""
 
-    sigma: Annotated[float, Field(ge=0)] = Field(0.3, description="Standard deviation of the logarithm of the error.")
+    sigma: Annotated[float, Field(ge=0, le=20)] = Field(
+        0.3, description="Standard deviation of the logarithm of the error."
+    )

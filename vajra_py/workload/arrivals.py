@@ -79,7 +79,9 @@ class Gamma(_Renewal):
 
     type: Literal["gamma"] = "gamma"
     rate: Positive = Field(description="Mean rate in requests per second.")
-    cv: Positive = Field(description="Coefficient of variation of the gaps (standard deviation / mean); 1 is Poisson.")
+    cv: Positive = Field(
+        ge=1e-3, le=1e3, description="Coefficient of variation of the gaps (standard deviation / mean); 1 is Poisson."
+    )
 
     def gaps(self, rng: np.random.Generator, size: int) -> F64:
         """Return `size` inter-arrival times in seconds."""
@@ -92,7 +94,7 @@ class Weibull(_Renewal):
 
     type: Literal["weibull"] = "weibull"
     rate: Positive = Field(description="Mean rate in requests per second.")
-    shape: Positive = Field(description="Shape of the distribution of the gaps; 1 is Poisson.")
+    shape: Positive = Field(ge=0.05, le=1e3, description="Shape of the distribution of the gaps; 1 is Poisson.")
 
     def gaps(self, rng: np.random.Generator, size: int) -> F64:
         """Return `size` inter-arrival times in seconds."""
@@ -282,7 +284,9 @@ class CoxGamma(_Modulated):
 
     type: Literal["cox_gamma"] = "cox_gamma"
     rate: Positive = Field(description="Mean rate in requests per second.")
-    shape: Positive = Field(description="Shape of the rate's gamma distribution: its CV is 1 / sqrt(shape).")
+    shape: Positive = Field(
+        ge=1e-6, le=1e6, description="Shape of the rate's gamma distribution: its CV is 1 / sqrt(shape)."
+    )
     window_s: Positive = Field(60.0, description="Time for which a rate holds, seconds.")
 
     def stretches(self, modulation: np.random.Generator) -> Iterator[tuple[F64, F64]]:

@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
+_Share: TypeAlias = Annotated[Positive, Field(le=1e12)]
 _Priority: TypeAlias = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 
 
@@ -51,13 +52,13 @@ class PriorityShare(WorkloadSection):
     """Client priority, and the share of requests that have it."""
 
     priority: _Priority = Field(description="The priority; lower is more urgent.")
-    share: Positive = Field(description="Share of the requests, relative to the other priorities'.")
+    share: _Share = Field(description="Share of the requests, relative to the other priorities'.")
 
 
 class TenantShares(WorkloadSection):
     """Tenants of the requests: given names with shares, or a number of tenants with Zipf-distributed shares."""
 
-    shares: dict[str, Positive] | None = Field(
+    shares: dict[str, _Share] | None = Field(
         None, min_length=1, description="Share of each tenant by name, relative to the others'."
     )
     count: Count | None = Field(
@@ -76,7 +77,7 @@ class TenantShares(WorkloadSection):
 
 class _ClassShare(WorkloadSection):
     name: str = Field(min_length=1, description="The class's name.")
-    share: Positive = Field(1.0, description="Share of the requests, relative to the other classes'.")
+    share: _Share = Field(1.0, description="Share of the requests, relative to the other classes'.")
 
 
 if TYPE_CHECKING:

@@ -139,7 +139,7 @@ class DeviceConfig(BaseModel):
                 problems.append(
                     Problem("device.peak_flops", f"has an unknown dtype ({dtype!r})", did_you_mean(dtype, DTYPE_BYTES))
                 )
-            elif dtype not in fractions and fractions:
+            elif dtype not in fractions and "compute_fraction" in figures:
                 problems.append(
                     Problem("device.compute_fraction", f"has no figure for {dtype}", "Give one number, or one by dtype")
                 )
