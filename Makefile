@@ -85,8 +85,8 @@ test-fast: install ## the tests that take seconds
 test-random: install ## every test in random order, each failing for what it leaks itself (SEED=n repeats an order)
 	VAJRA_TEST_ORDER=$(SEED) $(BIN)/pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-worlds: install ## random worlds of pools, moves, losses, scaling and admission at once, each checked at every step: STEPS=1000000 SEED=first OVERLAPS=1 AGENTS=1 POLICIES=1 (20 minutes)
-	nice -n 10 $(PY) -m tests.sim.run_worlds --first $(if $(filter file,$(origin SEED)),0,$(SEED)) --steps $(STEPS) $(if $(OVERLAPS),--overlaps) $(if $(AGENTS),--agents) $(if $(POLICIES),--policies)
+worlds: install ## random worlds of pools, moves, losses, scaling and admission at once, each checked at every step: STEPS=1000000 SEED=first OVERLAPS=1 AGENTS=1 POLICIES=1 SWAPS=1 (20 minutes)
+	nice -n 10 $(PY) -m tests.sim.run_worlds --first $(if $(filter file,$(origin SEED)),0,$(SEED)) --steps $(STEPS) $(if $(OVERLAPS),--overlaps) $(if $(AGENTS),--agents) $(if $(POLICIES),--policies) $(if $(SWAPS),--swaps)
 
 mutants: install ## change the source of contract, runtime, simulator and policies in small ways and list what no test notices: COUNT=400 SEED=0 (an hour)
 	nice -n 15 $(PY) benchmarks/mutants.py --count $(if $(filter file,$(origin COUNT)),400,$(COUNT)) --seed $(if $(filter file,$(origin SEED)),0,$(SEED)) --workers $(if $(filter file,$(origin WORKERS)),1,$(WORKERS))

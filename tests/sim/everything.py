@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.sim.split_pools import Ways, inject_faults, nothing_is_left, prepared, settings
+from vajra_py.config import PolicyChoice
 from vajra_py.contract import (
     ACCEPT,
     Accept,
@@ -34,8 +35,12 @@ from vajra_py.contract import (
     RequestView,
     ScalerSpec,
 )
+from vajra_py.errors import VajraError
 from vajra_py.plugins import Registry, load_registry
+from vajra_py.runtime.records.input_log import PolicyChange
 from vajra_py.runtime.requests.request import Request, RequestState
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.support.clock import to_ticks
 from vajra_py.workload import PromptContent, RequestSpec
 
 LAST_WAKE_S = 4.0
@@ -186,6 +191,8 @@ class World:
     accidents: Sequence[tuple[str, float, int]]
     places: bool
     most: Mapping[str, int]
+    swaps: Sequence[tuple[float, PolicyChange]] = ()
+    """Replacements of policies, each with its time in seconds."""
 
     @property
     def num_replicas(self) -> int:
@@ -214,11 +221,18 @@ class World:
 
 
 def drawn_world(
-    seed: int, num_requests: int = 40, *, overlaps: bool = False, agents: bool = False, policies: bool = False
+    seed: int,
+    num_requests: int = 40,
+    *,
+    overlaps: bool = False,
+    agents: bool = False,
+    policies: bool = False,
+    swaps: bool = False,
 ) -> World:
     """The world of a seed. `overlaps`: KV is sent while its prompt is computed, and prompts are computed in chunks. `agents`: requests
     are calls of programs, some with adapters, whose content outlives them by retention policies, pins and tiers; decodes have drafts.
-    `policies`: any built-in prioritizer and replica scheduler.
+    `policies`: any built-in prioritizer and replica scheduler. `swaps`: policies are replaced during the run, and most pools that
+    scale drain by migration.
     """
     draw = random.Random(seed)
     elastic = draw.random() < 0.5
@@ -294,7 +308,8 @@ def drawn_world(
         kind = draw.choice(["abort", "fail", "restart"])
         number = draw.randrange(num_requests if kind == "abort" else sum(most.values()))
         accidents.append((kind, draw.uniform(0.0, 3.5), number))
-    return World(seed, mapping, requests, accidents, draw.random() < 0.5, most)
+    changes = _replace_policies(mapping, random.Random(f"swaps {seed}")) if swaps else ()
+    return World(seed, mapping, requests, accidents, draw.random() < 0.5, most, changes)
 
 
 ADAPTERS = ("", "", "french", "legal", "code")
@@ -346,6 +361,27 @@ def _choose_policies(mapping: dict[str, Any], draw: random.Random) -> None:
         mapping["replica"]["memory"]["host_blocks"] = 50
 
 
+REPLACEMENTS: Mapping[Layer, Sequence[str]] = {
+    Layer.REQUEST_PRIORITIZER: ("fcfs", "priority", "srpt", "edf", "lrs", "lpm", "vtc"),
+    Layer.REPLICASET_SCHEDULER: ("round_robin", "restless", "least_loaded", "pull", "power_of_two"),
+    Layer.REPLICA_SCHEDULER: ("vllm_v1", "fixed_chunk", "nano_vllm", "space_sharing", "prefill_first", "orca"),
+}
+
+
+def _replace_policies(mapping: dict[str, Any], draw: random.Random) -> list[tuple[float, PolicyChange]]:
+    """Let most pools that scale drain by migration, and draw replacements of policies."""
+    for pool in mapping["pools"].values():
+        if "elastic" in pool and draw.random() < 0.8:
+            pool["elastic"]["drain"] = "migrate"
+    mapping["migration"] = {"last_stage_max_blocks": draw.choice([0, 1, 16]), "max_per_replica": draw.choice([1, 3])}
+    found = []
+    for _ in range(draw.randint(1, 4)):
+        layer = draw.choice(list(REPLACEMENTS))
+        choice = PolicyChoice(policy=draw.choice(REPLACEMENTS[layer]))
+        found.append((draw.uniform(0.0, 3.0), PolicyChange("default", layer, choice)))
+    return found
+
+
 def _as_programs(requests: Sequence[RequestSpec], draw: random.Random) -> list[RequestSpec]:
     """Make most requests calls of programs, with chains, forks and joins; a call's prompt continues that of a call before it."""
     programs: dict[str, list[RequestSpec]] = {}
@@ -384,6 +420,17 @@ def run_world(world: World, *, steps_alone: bool, check_every_steps: int = 1) ->
     run, simulator, ways = prepared(world.mapping, wants_steps=steps_alone, registry=world.registry(), seed=world.seed)
     simulator._driver._every = check_every_steps
     inject_faults(simulator, world.accidents, world.num_replicas, LAST_WAKE_S - 0.2)
+    swap = simulator.on_policy_change
+
+    def swap_if_allowed(change: PolicyChange) -> None:
+        try:
+            swap(change)
+        except VajraError as error:  # as on a server, the old policy stays
+            ways.order.append(("refused", str(error), 0.0))
+
+    simulator.on_policy_change = swap_if_allowed  # type: ignore[method-assign]
+    for at, change in world.swaps:
+        simulator.inject(to_ticks(at), Phase.POLICY, change)
     simulator.run(world.requests)
     nothing_is_left(run)
     controller = run.controller
@@ -392,11 +439,11 @@ def run_world(world: World, *, steps_alone: bool, check_every_steps: int = 1) ->
     return ways, simulator.num_steps
 
 
-def check_world(
-    seed: int, num_requests: int = 40, *, overlaps: bool = False, agents: bool = False, policies: bool = False
-) -> int:
-    """Run a world with and without fast-forward, and again; all three must be equal. Returns the number of steps of all runs."""
-    world = drawn_world(seed, num_requests, overlaps=overlaps, agents=agents, policies=policies)
+def check_world(seed: int, num_requests: int = 40, **ways: bool) -> int:
+    """Run a world with and without fast-forward, and again; all three must be equal. Returns the number of steps of all runs.
+    `ways`: see `drawn_world`.
+    """
+    world = drawn_world(seed, num_requests, **ways)
     runs = [
         run_world(world, steps_alone=alone, check_every_steps=every)
         for alone, every in ((False, 1), (True, 1), (True, 7))

@@ -17,11 +17,12 @@ def main() -> int:
     parser.add_argument("--overlaps", action="store_true", help="send KV while its prompt is computed")
     parser.add_argument("--agents", action="store_true", help="programs, adapters, drafts, tiers and retention too")
     parser.add_argument("--policies", action="store_true", help="any built-in prioritizer and replica scheduler")
+    parser.add_argument("--swaps", action="store_true", help="policies that are replaced, and drains by migration")
     options = parser.parse_args()
     seed, num_steps, failed = options.first, 0, []
     while num_steps < options.steps:
         try:
-            ways = {"overlaps": options.overlaps, "agents": options.agents, "policies": options.policies}
+            ways = {name: getattr(options, name) for name in ("overlaps", "agents", "policies", "swaps")}
             num_steps += check_world(seed, options.requests, **ways)
         except Exception as error:
             failed.append(seed)

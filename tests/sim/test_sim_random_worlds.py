@@ -94,3 +94,16 @@ PREEMPTS_FOR_WHO_LOADS = 1288
 @pytest.mark.parametrize("seed", [0, 1, ORCA_ALONE_WITH_PROMPTS, CHAMELEON_LOSES_A_REPLICA, PREEMPTS_FOR_WHO_LOADS])
 def test_nothing_is_lost_whichever_built_in_policies_decide(seed: int) -> None:
     assert check_world(seed, agents=True, policies=True) > 0
+
+
+HELD_BACK_WHEN_REPLACED = 5082
+"""A prompt that is to be computed again waits for blocks of its target when the replicaset scheduler is replaced."""
+
+
+@pytest.mark.parametrize("seed", [HELD_BACK_WHEN_REPLACED, 0, 1])
+def test_nothing_is_lost_where_policies_are_replaced_and_replicas_drain_by_migration(seed: int) -> None:
+    assert check_world(seed, swaps=True) > 0
+
+
+def test_nothing_is_lost_where_policies_are_replaced_while_kv_is_sent() -> None:
+    assert check_world(7000, swaps=True, overlaps=True) > 0
