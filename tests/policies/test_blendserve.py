@@ -24,6 +24,7 @@ class Job:
     """What the order reads of a request."""
 
     num_output_tokens = 0
+    max_tokens = 1000
 
     def __init__(self, index: int, num_prompt_tokens: int, hashes: tuple[Any, ...] = ()) -> None:
         self.request_id, self.index = f"r{index}", index
