@@ -95,7 +95,7 @@ def test_without_drafts_it_decides_as_fixed_chunk() -> None:
 
 @dataclass(eq=False)
 class Decode:
-    """What is read of a decode that has come from another replica."""
+    """A decode that has come from another replica, with the attributes that the policy reads."""
 
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

@@ -228,7 +228,7 @@ def test_calls_side_by_side_and_requests_without_a_program_are_served() -> None:
 
 @dataclass(eq=False)
 class Call:
-    """What the router reads of a call."""
+    """A call, with the attributes that the router reads."""
 
     request_id: str
     index: int

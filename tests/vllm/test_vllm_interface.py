@@ -302,6 +302,7 @@ def test_events_are_sent_with_the_outputs_with_which_vllm_sends_them(tiny_model:
         while core.scheduler.has_requests():
             core.step()
         happened.append(core.happened)
+    assert not core.scheduler._with_events
     assert happened[0] == happened[1]
     assert any("PREEMPTED" in kinds for _, _, kinds in happened[1])
 

@@ -232,6 +232,7 @@ class Scheduler(WithoutExtras):
     def _drop(self, record: Record, reason: FinishReason, why: str) -> None:
         """End a request for a reason other than its tokens; `why` is the explanation for its client."""
         self._forget_at_workers(record)
+        self._with_events.discard(record.request_id)
         del self._records[record.request_id]
         self._steady.forget()
         record.is_over = True
@@ -506,7 +507,7 @@ class Scheduler(WithoutExtras):
     def _take_tokens(self, output: ModelRunnerOutput, void: Collection[str]) -> TakenTokens:
         """Process the tokens of a step, except for requests with void results."""
         has_more = output.logprobs or output.prompt_logprobs_dict or output.num_nans_in_logits
-        if not has_more and not void and not self._with_events:
+        if not has_more and not void and (not self._with_events or self._with_events.isdisjoint(output.req_ids)):
             taken = self._steady.take(output.req_ids, output.sampled_token_ids)
             if taken is not None:
                 return taken

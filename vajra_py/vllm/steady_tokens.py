@@ -99,7 +99,7 @@ class SteadyTokens:
         if not all(sampled) or not batch.stops.isdisjoint(tokens):
             return None
         batch.num_left -= most
-        deque(map(list.extend, batch.outputs, sampled), maxlen=0)
+        deque(map(list.extend, batch.outputs, sampled), maxlen=0)  # half the time of a loop in Python
         sent = list(map(EngineCoreOutput, self._names, sampled))
         if batch.client is None:
             outputs: dict[int, list[EngineCoreOutput]] = {}

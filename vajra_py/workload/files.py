@@ -134,8 +134,9 @@ def iter_json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def is_encodable(value: Any) -> bool:
     """Return True unless a text in this JSON value has half of a surrogate pair, which no file in UTF-8 can hold."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        text.encode()
     except UnicodeEncodeError:
         return False
     return True
