@@ -46,6 +46,8 @@ class Messages:
         """Number of tokens of each decode in a step, by request id."""
         self._computed: list[int] = []
         """Number of computed tokens of each decode when the lists were built."""
+        self._outputs: list[int] = []
+        """Number of output tokens of each decode when the lists were built."""
         self._outputs_ahead: list[int] = []
         """Number of output tokens minus number of computed tokens, by decode."""
         self._by_fill: list[list[int]] = []
@@ -181,7 +183,7 @@ class Messages:
                 if self._zeroes and not isinstance(blocks, Tables):
                     self.next.clear(blocks)
         computed = [count + num_added for count in self._computed]
-        self.next.add_decodes(self._counts, new, computed, list(map(add, computed, self._outputs_ahead)))
+        self.next.add_decodes(self._counts, new, computed, [count + num_added for count in self._outputs])
         self._last = self._step
         self._num_added += 1
 
@@ -235,6 +237,7 @@ class Messages:
         self._order = order
         self._look_up(order)
         self._computed = [one.num_computed_tokens - 1 for one in order]
+        self._outputs = list(map(add, self._computed, self._outputs_ahead))
         self._by_fill = [[] for _ in range(self._block_size)]
         for index, count in enumerate(self._computed):
             self._by_fill[count % self._block_size].append(index)

@@ -413,9 +413,10 @@ class Scheduler(WithoutExtras):
             self.mechanism.arrive(record.hand_in_again() if record.own is not None else record.submission)
 
     def _message(self, plan: StepPlan) -> SchedulerOutput:
-        for chunk in plan.chunks if plan.drafted is None else ():
-            if chunk.kind != "running":
-                self._admitted(chunk.request, chunk.num_computed_before, is_first=chunk.kind == "admitted")
+        if plan.chunks and plan.drafted is None:
+            for chunk in plan.chunks:
+                if chunk.kind != "running":
+                    self._admitted(chunk.request, chunk.num_computed_before, is_first=chunk.kind == "admitted")
         output = self._messages.message(plan)
         if self._grammars.sampling(output):
             output.has_structured_output_requests = True

@@ -91,15 +91,20 @@ class SteadyTokens:
         batch = self._batch
         if batch is None:
             return None
-        tokens = list(chain.from_iterable(sampled))
-        most = 1 if len(tokens) == len(sampled) else max(map(len, sampled))
+        most = max(map(len, sampled), default=0)
         if most >= batch.num_left and most >= batch.count_left():
             self._batch = None
             return None
-        if not all(sampled) or not batch.stops.isdisjoint(tokens):
+        if not all(sampled):
+            return None
+        tokens = [one[0] for one in sampled] if most == 1 else list(chain.from_iterable(sampled))
+        if not batch.stops.isdisjoint(tokens):
             return None
         batch.num_left -= most
-        deque(map(list.extend, batch.outputs, sampled), maxlen=0)  # half the time of a loop in Python
+        if most == 1:
+            deque(map(list.append, batch.outputs, tokens), maxlen=0)  # half the time of a loop in Python
+        else:
+            deque(map(list.extend, batch.outputs, sampled), maxlen=0)
         sent = list(map(EngineCoreOutput, self._names, sampled))
         if batch.client is None:
             outputs: dict[int, list[EngineCoreOutput]] = {}

@@ -12,9 +12,10 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import lru_cache
 from itertools import repeat
-from struct import pack
+from struct import Struct
 from typing import Protocol, TypeAlias
 
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
@@ -123,7 +124,10 @@ class TokenBlockHashes:
 
     def block_hash(self, block_index: int) -> Hashable:
         """Return the hash of one block. IndexError if the block is not full."""
-        return self.block_hashes(block_index, block_index + 1)[0]
+        digests = self._digests
+        if block_index >= len(digests):
+            self._hash_up_to(block_index + 1)
+        return digests[block_index]
 
     def block_hashes(self, start: int, stop: int) -> Sequence[Hashable]:
         """Return the hashes of blocks `start` .. `stop` - 1. IndexError if one of them is not full."""
@@ -158,7 +162,7 @@ class TokenBlockHashes:
         begin, end = len(digests) * size, num_blocks * size
         first, stop = begin - self._num_before, end - self._num_before
         if first >= 0 and stop <= len(self._output):  # all in `_output`: no copy to `_tokens` needed
-            ids = pack(f"<{stop - first}q", *self._output[first:stop])
+            ids = _packer(stop - first)(*self._output[first:stop])
         else:
             self._copy_up_to(num_blocks)
             ids = _little_endian(self._tokens[begin:end])
@@ -179,6 +183,12 @@ def token_digests(before: bytes, tokens: array[int], block_size: int) -> list[by
     or a `root_digest` if there is none.
     """
     return _digests_of(before, _little_endian(tokens), block_size)
+
+
+@lru_cache
+def _packer(num_tokens: int) -> Callable[..., bytes]:
+    """Return a function that packs so many token ids as `token_digests` reads them."""
+    return Struct(f"<{num_tokens}q").pack
 
 
 def _little_endian(tokens: array[int]) -> bytes:

@@ -402,13 +402,17 @@ class PagedKvMemory:
             for request, count in zip(requests, num_tokens, strict=True):
                 self.cache_blocks(request, count)
             return
-        blocks, block_hashes = list[int](), list[Hashable]()
+        blocks, block_hashes, size = list[int](), list[Hashable](), self.block_size
         for entry, count in zip(map(self._tables.__getitem__, requests), num_tokens, strict=True):
-            start, stop = entry.num_cached, self._validate(entry, count) // self.block_size
+            start, stop = entry.num_cached, self._validate(entry, count) // size
             if stop > start:
                 assert entry.hashes is not None
-                blocks += entry.blocks[start:stop]
-                block_hashes += entry.hashes.block_hashes(start, stop)
+                if stop - start == 1:
+                    blocks.append(entry.blocks[start])
+                    block_hashes.append(entry.hashes.block_hash(start))
+                else:
+                    blocks += entry.blocks[start:stop]
+                    block_hashes += entry.hashes.block_hashes(start, stop)
                 entry.num_cached = stop
                 entry.may_be_cached = entry.reads_cache
         self._pool.cache(blocks, block_hashes)
