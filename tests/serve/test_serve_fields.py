@@ -347,6 +347,7 @@ HOSTILE: list[tuple[str, Any, str | None]] = [
     ("prompt_logprobs", -1, "prompt_logprobs"),
     ("prompt_logprobs", 101, "prompt_logprobs"),
     ("cache_salt", "x" * 1000, "cache_salt"),
+    ("deadline_ms", 9_000_000_001, "deadline_ms"),
     ("add_special_tokens", "yes", "add_special_tokens"),
 ]
 

@@ -12,7 +12,14 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Annotated, Any, get_args, get_type_hints
 
-__all__ = ["FACTS", "Fact", "FactInfo", "FactKind", "StatedFacts"]
+from vajra_py.contract.latency import LAST_S
+
+__all__ = ["DURATION_LIMITS_S", "FACTS", "INTEGER_LIMITS", "Fact", "FactInfo", "FactKind", "StatedFacts"]
+
+DURATION_LIMITS_S = 1e-6, LAST_S
+"""Shortest and longest duration that a client of a server may state."""
+INTEGER_LIMITS = -(2**31), 2**31 - 1
+"""Smallest and largest whole number that a client of a server may state."""
 
 
 class FactKind(Enum):

@@ -6,15 +6,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vajra_py.contract.facts import FACTS, FactKind
+from vajra_py.contract.facts import DURATION_LIMITS_S, FACTS, INTEGER_LIMITS, FactKind
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 
 PREFIX = "vajra_"
 """Prefix of the names of arguments for this scheduler."""
-
-_LEAST_S, _MOST_S = 1e-6, 1e9
-_MOST_INTEGER = 2**31 - 1
-"""Limits of durations and whole numbers, as for the requests of `vajra serve`."""
 
 
 def stated_in(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,8 +45,9 @@ def _integer(where: str, value: Any) -> int:
     number = _finite(value)
     if number is None or number != int(number):
         raise ConfigError(Problem(where, f"is not a whole number ({value!r})"))
-    if abs(number) > _MOST_INTEGER:
-        raise ConfigError(Problem(where, f"is too large ({value!r})", f"A whole number of at most {_MOST_INTEGER}"))
+    smallest, largest = INTEGER_LIMITS
+    if not smallest <= number <= largest:
+        raise ConfigError(Problem(where, f"is out of range ({value!r})", f"A whole number from {smallest} to {largest}"))
     return int(number)
 
 
@@ -70,8 +67,9 @@ def _number(where: str, value: Any) -> float:
 
 def _seconds(where: str, value: Any) -> float:
     seconds = _finite(value)
-    if seconds is None or not _LEAST_S <= seconds <= _MOST_S:
-        allowed = f"Seconds between {_LEAST_S:g} and {_MOST_S:g}"
+    shortest, longest = DURATION_LIMITS_S
+    if seconds is None or not shortest <= seconds <= longest:
+        allowed = f"Seconds between {shortest:g} and {longest:,}"
         raise ConfigError(Problem(where, f"is not a time ({value!r})", allowed))
     return seconds
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from vajra_py.contract.facts import FACTS, Fact, FactKind
+from vajra_py.contract.facts import DURATION_LIMITS_S, FACTS, INTEGER_LIMITS, Fact, FactKind
 
 Name: TypeAlias = Annotated[str, Field(strict=True, max_length=256)]
 _MAX_NAMES = 64
@@ -44,14 +44,13 @@ def _flag(given: Any) -> Any:
     )
 
 
-Milliseconds: TypeAlias = Annotated[float, Field(ge=1e-3, le=1e12), _written_as(_PLAIN_NUMBER)]
-"""A duration of at least a microsecond, in milliseconds."""
-_INT32 = Field(ge=-(2**31), le=2**31 - 1)
-_Whole: TypeAlias = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
+_SHORTEST_MS, _LONGEST_MS = (1000 * seconds for seconds in DURATION_LIMITS_S)
+_SMALLEST, _LARGEST = INTEGER_LIMITS
+Milliseconds: TypeAlias = Annotated[float, Field(ge=_SHORTEST_MS, le=_LONGEST_MS), _written_as(_PLAIN_NUMBER)]
 _IN_BODY: Mapping[FactKind, Any] = {
     FactKind.TEXT: Name,
     FactKind.TEXTS: Annotated[list[Name], Field(fail_fast=True, max_length=_MAX_NAMES)],
-    FactKind.INTEGER: _Whole,
+    FactKind.INTEGER: Annotated[int, Field(strict=True, ge=_SMALLEST, le=_LARGEST)],
     FactKind.FLAG: Annotated[bool, Field(strict=True)],
     FactKind.NUMBER: Annotated[float, Field(strict=True)],
     FactKind.DURATION: Milliseconds,
@@ -59,7 +58,7 @@ _IN_BODY: Mapping[FactKind, Any] = {
 _IN_HEADERS: Mapping[FactKind, Any] = {
     FactKind.TEXT: Annotated[str, Field(max_length=256)],
     FactKind.TEXTS: Annotated[list[Name], Field(max_length=_MAX_NAMES), BeforeValidator(_split)],
-    FactKind.INTEGER: Annotated[int, _INT32, _written_as(_SIGNED_NUMBER)],
+    FactKind.INTEGER: Annotated[int, Field(ge=_SMALLEST, le=_LARGEST), _written_as(_SIGNED_NUMBER)],
     FactKind.FLAG: Annotated[bool, BeforeValidator(_flag)],
     FactKind.NUMBER: Annotated[float, _written_as(_SIGNED_NUMBER)],
     FactKind.DURATION: Milliseconds,
