@@ -196,6 +196,7 @@ def test_files_that_cannot_be_read(write: Any, registry: Registry) -> None:
         ("workload.lengths.2=3", "--set workload.lengths.2: 'workload.lengths' is a list, and '2' is not an index of it; allowed: 0 to 1."),
         ('name="\\ud800"', "--set name: has half of a surrogate pair"),
         ("workload.lengths.²=3", "'²' is not an index of it"),
+        pytest.param(f"workload.lengths.{'9' * 5000}=3", "9' is not an index of it", id="5,000 digits"),
         ("workload.lengths.x=3", "'x' is not an index of it"),
         ("workload.lengths.0=x", "--set workload.lengths.0: must be an integer (got 'x')."),
         ("replica={max_batch_size: 0}", "--set replica: replica.max_batch_size: must be greater than 0 (got 0)."),

@@ -182,7 +182,7 @@ def put(tree: Any, path: KeyPath, value: Any, place: Place, above: KeyPath = ())
 
 def _index(step: Step, length: int, inside: str) -> int:
     text = str(step)
-    if not text.isdecimal() or int(text) >= length:
+    if not text.isdecimal() or len(text) > 18 or int(text) >= length:
         allowed = f"0 to {length - 1}" if length else "nothing, as the list is empty"
         raise PathError(f"{inside!r} is a list, and {text!r} is not an index of it; allowed: {allowed}")
     return int(text)

@@ -207,6 +207,7 @@ def test_on_a_host_a_divided_model_has_the_dtype_of_its_gpus(
 @pytest.mark.parametrize(
     ("options", "where"),
     [
+        ({"device": "cuda:²"}, "device"),
         ({"dtype": "int8"}, "dtype"),
         ({"max_model_len": 129}, "max_model_len"),
         ({"max_model_len": 0}, "max_model_len"),

@@ -68,7 +68,7 @@ def _folders(path: Path) -> list[str]:
 def version_key(version: str) -> tuple[tuple[int, str], ...]:
     """Return a key that sorts versions by their numbers."""
     parts = version.replace("rc", ".-1.").replace("post", ".").split(".")
-    return tuple((int(part), "") if part.lstrip("-").isdigit() else (0, part) for part in parts)
+    return tuple((int(part), "") if part.lstrip("-").isdecimal() else (0, part) for part in parts)
 
 
 class OperatorTables:

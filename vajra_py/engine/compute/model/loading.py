@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,7 +105,7 @@ def find_device(name: str) -> torch.device:
     """
     kind, _, index = name.partition(":")
     allowed = "Allowed: cpu, cuda, cuda:N"
-    if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdigit())):
+    if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not re.fullmatch("[0-9]{1,4}", index))):
         raise ConfigError(Problem("device", f"not a device ({name!r})", allowed))
     if kind == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
