@@ -236,7 +236,12 @@ def test_the_experiment_is_named_by_option_or_environment() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("vajra_expires_after_s", 1e308), ("vajra_deadline_s", 9_000_001), ("vajra_ttft_slo_s", 1e-9), ("vajra_num_program_calls", "1e30")],
+    [
+        ("vajra_expires_after_s", 1e308),
+        ("vajra_deadline_s", 9_000_001),
+        ("vajra_ttft_slo_s", 1e-9),
+        ("vajra_num_program_calls", "1e30"),
+    ],
 )
 def test_a_number_beyond_the_limits_ends_its_request_alone(tiny_model: str, name: str, value: Any) -> None:
     core = core_of(tiny_model)

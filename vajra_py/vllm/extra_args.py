@@ -47,7 +47,9 @@ def _integer(where: str, value: Any) -> int:
         raise ConfigError(Problem(where, f"is not a whole number ({value!r})"))
     smallest, largest = INTEGER_LIMITS
     if not smallest <= number <= largest:
-        raise ConfigError(Problem(where, f"is out of range ({value!r})", f"A whole number from {smallest} to {largest}"))
+        raise ConfigError(
+            Problem(where, f"is out of range ({value!r})", f"A whole number from {smallest} to {largest}")
+        )
     return int(number)
 
 
