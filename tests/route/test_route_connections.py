@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -157,6 +158,19 @@ def test_nobody_listens() -> None:
             await ask(pool, address)
         assert raised.value.is_down
         await pool.close()
+
+    asyncio.run(work())
+
+
+def test_a_shortage_of_the_router_is_no_fault_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async def fails(*args: object, **more: object) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", fails)
+        with pytest.raises(ServerFault, match=r"the router cannot connect to it \(Too many open files\)") as raised:
+            await ask(ConnectionPool(2.0), Address.of("http://127.0.0.1:8000"))
+        assert not raised.value.is_down
 
     asyncio.run(work())
 

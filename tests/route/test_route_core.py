@@ -22,7 +22,7 @@ from vajra_py.errors import ConfigError
 from vajra_py.route.build import build_router
 from vajra_py.route.client import read_figures
 from vajra_py.route.core import AGAIN, NEVER, PROMPT, RouteCore, Submitted
-from vajra_py.route.exchange import StreamScan
+from vajra_py.route.exchange import StreamScan, read_usage
 from vajra_py.route.records import PLACEMENTS_FILE, PlacementLog
 from vajra_py.route.session import RouteSession
 from vajra_py.runtime.kv import TokenBlockHashes
@@ -296,6 +296,13 @@ def test_nothing_is_due_in_an_idle_router(tmp_path: Path) -> None:
     world = World(ROUTERS[0], tmp_path)
     assert world.core.next_due() == NEVER
     world.close()
+
+
+@pytest.mark.parametrize("stated", ["Infinity", "1e400", "NaN", "-5", "true", "2.5", "1000000000000", '"7"', "null"])
+def test_a_number_of_tokens_that_no_answer_can_have_counts_as_one(stated: str) -> None:
+    answer = b'{"choices": [{"finish_reason": "length"}], "usage": {"completion_tokens": %s}}'
+    assert read_usage(answer % stated.encode())[0] == 1
+    assert read_usage(answer % b"7") == (7, "length")
 
 
 def test_figures_are_read_under_the_names_of_each_server() -> None:

@@ -7,6 +7,7 @@ router forwards thousands of pieces per second.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import ssl
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+"""Errors of connecting that are no fault of the server."""
 _MOST_HEAD_BYTES = 2**16
 _MOST_UNREAD_BYTES = 2**18
 """Number of unread bytes of an answer above which reading from its connection is paused."""
@@ -428,7 +431,9 @@ class ConnectionPool:
                 raise
             if isinstance(error, TimeoutError):
                 raise ServerFault("it did not answer in time") from None
-            raise ServerFault(f"it refuses connections ({_why(error)})", is_down=True) from None
+            is_down = getattr(error, "errno", None) not in _SHORTAGES
+            what = "it refuses connections" if is_down else "the router cannot connect to it"
+            raise ServerFault(f"{what} ({_why(error)})", is_down=is_down) from None
         return connection
 
     def put(self, address: Address, connection: Connection) -> None:

@@ -25,6 +25,8 @@ _STOPPED, _LENGTH = EndReason.STOP.value, EndReason.LENGTH.value
 _FAILED = EndReason.FAILED.value
 _FINISH = re.compile(rb'"finish_reason": ?"([a-z_]+)"')
 _DONE = b"\ndata: [DONE]"
+_MOST_TOKENS = 2**20
+"""Largest number of output tokens that a server's `usage` may state."""
 _KEPT = 64
 """Bytes kept from the end of each piece of a stream, since a finish reason or end mark may extend over two pieces."""
 _BUSY = (429, 503)
@@ -220,7 +222,7 @@ class Exchange:
         body = await client.read(answer, session.settings.max_answer_bytes)
         self.routed.has_begun = True
         if answer.status == 200:
-            num_tokens, end = _usage(body)
+            num_tokens, end = read_usage(body)
             session.answer(self.routed, num_tokens, end)
         else:
             session.answer(self.routed, 0, _FAILED, f"server {place} answered {answer.status}")
@@ -290,11 +292,16 @@ def passed_on(scope: Scope, *, has_own_keys: bool) -> Headers:
     return [one for one in scope["headers"] if one[0] in kept]
 
 
-def _usage(body: bytes) -> tuple[int, str]:
-    """Return the number of output tokens of an answer, and the reason of its end; (1, stop) if either is missing."""
+def read_usage(body: bytes) -> tuple[int, str]:
+    """Return the number of output tokens of an answer, and the reason of its end; (1, stop) if either is missing.
+
+    A number that no answer can have counts as 1.
+    """
     try:
         answer: Any = from_json(body)
         reason = answer["choices"][0]["finish_reason"]
-        return max(1, int(answer["usage"]["completion_tokens"])), _LENGTH if reason == "length" else _STOPPED
+        num_tokens = answer["usage"]["completion_tokens"]
     except (ValueError, KeyError, IndexError, TypeError):
         return 1, _STOPPED
+    is_count = type(num_tokens) is int and 1 <= num_tokens <= _MOST_TOKENS
+    return num_tokens if is_count else 1, _LENGTH if reason == "length" else _STOPPED
