@@ -8,7 +8,7 @@ import re
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,25 @@ def test_pipelined_requests_are_answered_in_order(puppet_server: Callable[..., A
     assert answers.count(b"HTTP/1.1 200 ") == 51
     counts = [int(found) for found in re.findall(rb'"completion_tokens":(\d+)', answers)]
     assert counts == [1 + number % 7 for number in range(50)]
+
+
+def test_the_body_of_a_request_to_upgrade_is_no_request(puppet_server: Callable[..., Any]) -> None:
+    server = puppet_server(WIDE)
+    head = HEAD + b"connection: upgrade\r\nupgrade: h2c\r\ncontent-length: %d\r\n\r\n" % len(GET)
+    with connected(server) as connection:
+        connection.sendall(head)
+        answer = connection.recv(65536)
+        with suppress(OSError):
+            connection.sendall(GET)
+        answer += received(connection)
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_an_answer_to_head_before_the_body_is_sent(puppet_server: Callable[..., Any]) -> None:
+    with connected(puppet_server(WIDE)) as connection:
+        connection.sendall(b"HEAD /health HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        assert received(connection).startswith(b"HTTP/1.1 ")
 
 
 def test_few_of_many_pipelined_requests_are_kept_at_once(

@@ -170,21 +170,22 @@ class _HeldHead:
         self._cycle = cycle
         self._transport = transport
         self._head = b""
-        loop.call_soon(self._send)
+        loop.call_soon(self.flush)
 
     def write(self, data: bytes) -> None:
         """Keep the head, or send it with the following data."""
         is_first = not self._head
         self._head += data
         if not is_first:
-            self._send()
+            self.flush()
 
     def close(self) -> None:
         """Close the connection once everything is sent."""
-        self._send()
+        self.flush()
         self._transport.close()
 
-    def _send(self) -> None:
+    def flush(self) -> None:
+        """Send the head, if it is not sent yet."""
         head, self._head = self._head, b""
         self._cycle.transport = self._transport
         if head and not self._transport.is_closing():
@@ -317,6 +318,10 @@ class Connection(HttpToolsProtocol):
             return
         self._enter(Phase.BODY)
         super().on_headers_complete()
+        if self.parser.should_upgrade():
+            self.cycle.keep_alive = (
+                False  # the parser reads no body here, and a body must not count as the next request
+            )
         if self.scope["http_version"] == "1.0":  # HTTP/1.0 has no chunked encoding: the answer ends with the connection
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _UntilClosed()
@@ -361,6 +366,9 @@ class Connection(HttpToolsProtocol):
         if self._running is not None and self._running.more_body and not self.transport.is_closing():
             self._enter(Phase.END)
             self._unparsed.clear()
+            held: object = self._running.transport
+            if isinstance(held, _HeldHead):  # an answer to HEAD has no body, which would send the head
+                held.flush()
             if self.transport.can_write_eof():
                 self.transport.write_eof()
         super().on_response_complete()
