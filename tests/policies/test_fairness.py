@@ -19,6 +19,7 @@ from vajra_policies.fairness.dlpm import Dlpm, DlpmConfig
 from vajra_policies.fairness.equinox import Equinox, EquinoxConfig
 from vajra_policies.fairness.least_counter_first import LeastCounterFirstConfig
 from vajra_policies.fairness.vtc import Vtc, VtcConfig
+from vajra_py.runtime.records.input_log import Failure
 from vajra_py.testing.harness import Harness, HarnessOptions
 from vajra_py.workload.request import RequestSpec
 
@@ -229,6 +230,18 @@ def test_the_tenant_of_a_moved_request_waits_again(policy: Any, expected: list[f
     policy.on_moved(moved, 0, 1, 1.0)
     policy.on_arrivals([new], 1.0)
     assert [policy.group_key(tenant) for tenant in ("moved", "new")] == expected
+
+
+def test_the_tenant_of_a_request_whose_replica_was_lost_waits_again() -> None:
+    one = Harness("deficit_round_robin", "round_robin", "fixed_chunk", HarnessOptions(num_replicas=2, max_batch_size=1))
+    one.submit("lost", 16, 200, tenant="a")
+    for index in range(200):
+        one.submit(f"b{index}", 16, 4, tenant="b")
+    one.step(0)
+    one.controller.lose_replica(one.replica(0), Failure(1, "default", 0, "gone", max_reruns=1), 1)
+    admitted = [name for step in one.steps_until_idle(1) for name in step.admitted]
+    assert admitted.index("lost") < 100
+    assert len(admitted) == 201
 
 
 def test_a_counter_is_kept_while_it_matters_and_no_longer() -> None:

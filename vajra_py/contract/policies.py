@@ -403,7 +403,10 @@ class ListensToRequests(Protocol):
         """Called immediately after a waiting request was admitted or readmitted, while the step is being formed."""
 
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
-        """Called after a request lost its KV in device memory, by recompute or swap (`is_swapped`); it waits again."""
+        """Called after an admitted request lost its KV in device memory; it waits again.
+
+        Causes: preemption by recompute or swap (`is_swapped`), or the loss of its replica.
+        """
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:
         """Called when the KV of a handed-off or migrating request is at `target`, where the request now waits.

@@ -45,6 +45,7 @@ def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now
     to_end = dict(replica.to_end)
     held = [*replica.running_set.running(), *replica.running_set.in_flight]
     leaving = [one for one in replica.lifecycle.held if one.state is RequestState.HELD]
+    admitted = frozenset((*held, *leaving))
     left = [*held, *leaving, *(cast(Request, one) for one in replica.queue.ordered(seconds))]
     for request in [one for one in replicaset.held_back if one.replica_id == replica.replica_id]:
         del replicaset.held_back[request]
@@ -67,6 +68,9 @@ def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now
         else:
             for observer in replicaset.observers:
                 observer.on_requeued(request, replica.replica_id, seconds)
+            if request in admitted:
+                for notify in replicaset.listeners.preemptions:
+                    notify(request, replica.replica_id, seconds)
             losses.moved.append((request, replicaset.place(request, now)))
     return losses
 
