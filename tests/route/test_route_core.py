@@ -28,6 +28,7 @@ from vajra_py.route.session import RouteSession
 from vajra_py.runtime.kv import TokenBlockHashes
 from vajra_py.runtime.records.input_log import Arrival, CacheReport, Input
 from vajra_py.runtime.records.json_lines import read_rows
+from vajra_py.runtime.requests.listeners import listeners_among
 from vajra_py.runtime.requests.request import Request, RequestFacts
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.support.clock import TICKS_PER_SECOND
@@ -218,6 +219,37 @@ def test_a_scheduler_that_insists_on_a_server_gets_it_while_it_is_up(tmp_path: P
     world.core.lose(world.core.now, "default", 0, "gone", ())
     assert world.at[request] == 1
     assert not replicaset.out_of_service
+    world.close()
+
+
+class CountsRunning(BindsOnArrival):
+    """Sends requests in turn, and counts by its callbacks how many run."""
+
+    num_placed = num_running = 0
+
+    def assign(self, request: RequestView, replicas: Sequence[ReplicaLoadView], now: float) -> int:
+        self.num_placed += 1
+        return [one.replica_id for one in replicas if one.is_up][self.num_placed % 2]
+
+    def on_admission(self, request: RequestView, replica_id: int, now: float) -> None:
+        self.num_running += 1
+
+    def on_preemption(self, request: RequestView, replica_id: int, now: float) -> None:
+        self.num_running -= 1
+
+
+def test_policies_learn_that_a_request_is_sent_again(tmp_path: Path) -> None:
+    world, policy = World(ROUTERS[0], tmp_path), CountsRunning()
+    replicaset = world.controller.replicasets["default"]
+    replicaset.bind_policy(policy, "counts_running")
+    for remote in replicaset.replicas:
+        remote.lifecycle.listeners = listeners_among([(policy, "counts_running")])
+    world.happen("arrive", 0)
+    world.happen("again", 0)
+    assert policy.num_running == len(world.at) == 1
+    world.core.lose(world.core.now, "default", next(iter(world.at.values())), "gone", ())
+    assert policy.num_placed == 3
+    assert policy.num_running == len(world.at) == 1
     world.close()
 
 

@@ -37,7 +37,7 @@ from vajra_py.runtime.serving.driver import Driver, DriverOptions
 from vajra_py.runtime.serving.events import Phase
 from vajra_py.runtime.serving.replica import Replica
 from vajra_py.runtime.step.plan import StepPlan, StepResult
-from vajra_py.runtime.support.clock import NEVER, TICKS_PER_SECOND, to_seconds
+from vajra_py.runtime.support.clock import NEVER, TICKS_PER_SECOND
 
 AGAIN = "again"
 """`Answer.end` of a request that is placed again because its server failed before the first token."""
@@ -264,13 +264,11 @@ class RouteCore(Backend[BackendReplica]):
 
     def _place_again(self, remote: RemoteReplica, request: Request) -> None:
         replicaset = self.controller.replicasets[request.replicaset]
-        seconds = to_seconds(self._driver.now)
         remote.take_back(request)
-        for observer in replicaset.observers:
-            observer.on_requeued(request, remote.replica_id, seconds)
+        now = self._driver.now
         try:
-            placed = (request, replicaset.place(request, self._driver.now))
-            self._driver.announce_all(replicaset.name, (placed,))
+            placed = replicaset.place_again(request, remote.replica_id, was_admitted=True, now=now)
+            self._driver.announce_all(replicaset.name, ((request, placed),))
         except PolicyError as error:
             self._driver.isolate(replicaset.name, error)
 

@@ -66,12 +66,9 @@ def lose_replica(replicaset: Replicaset, replica: Replica, failure: Failure, now
             detail = f"{why}; its {request.num_known_tokens} tokens fit on no replica that computes prompts"
             _end(replicaset, request, (EndReason.FAILED, detail), seconds, losses.ended)
         else:
-            for observer in replicaset.observers:
-                observer.on_requeued(request, replica.replica_id, seconds)
-            if request in admitted:
-                for notify in replicaset.listeners.preemptions:
-                    notify(request, replica.replica_id, seconds)
-            losses.moved.append((request, replicaset.place(request, now)))
+            was_admitted = request in admitted
+            placed = replicaset.place_again(request, replica.replica_id, was_admitted=was_admitted, now=now)
+            losses.moved.append((request, placed))
     return losses
 
 

@@ -506,6 +506,18 @@ class Replicaset:
             observer.on_assigned(request, replica_id, seconds)
         return self.bind(request, replica_id, seconds)
 
+    def place_again(self, request: Request, lost_by: int, *, was_admitted: bool, now: int) -> Replica | None:
+        """Queue a request that replica `lost_by` has lost; return what `accept` returns. Policies are notified of a
+        preemption if the request had been admitted.
+        """
+        seconds = to_seconds(now)
+        for observer in self.observers:
+            observer.on_requeued(request, lost_by, seconds)
+        if was_admitted:
+            for notify in self.replicas[lost_by].lifecycle.listeners.preemptions:
+                notify(request, lost_by, seconds)
+        return self.place(request, now)
+
     def bind(self, request: Request, replica_id: int | None, now: float) -> Replica | None:
         """Queue a request at a replica, or in the shared queue (None). A prompt that needs blocks of a decode replica
         first is held back instead.
