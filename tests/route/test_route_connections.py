@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
+from tests.route.route_harness import routing
 from vajra_py.route.connections import Address, ConnectionPool, ServerFault
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -226,3 +228,9 @@ def test_the_end_of_a_stream_is_left_to_its_connection() -> None:
         assert raw.num_connections == 1
 
     run(lambda: Raw([CHUNKED + b"6\r\n[DONE]\r\n", b"0\r\n", b"\r\n"]), work)
+
+
+def test_a_router_has_descriptors_for_what_it_sends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (2000, 2000))
+    with routing(1, options={"max_concurrent": 700}) as (router, _):
+        assert 1000 < router.connections.max_connections + 700 <= 2000 - 256

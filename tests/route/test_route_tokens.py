@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.route.route_harness import replayed, routing
 from vajra_py.engine.tiny import train_tokenizer
 from vajra_py.route.body import RouteBody, prompt_tokens, tokenizer_of
 
@@ -46,6 +47,25 @@ def test_a_tokenizer_alone_gives_the_tokens_of_texts(folder: Path) -> None:
     contents = [part for one in MESSAGES for part in (one["role"], one["content"])]
     plain = [one for text in contents for one in tokens(file, prompt=text, add_special_tokens=False)]
     assert tokens(file, messages=MESSAGES) == plain
+
+
+@pytest.mark.parametrize(("most_together", "num_tokens"), [(100, 9), (9, 9), (7, 7), (4, 5), (-3, 5)])
+def test_of_several_prompts_as_much_counts_as_a_server_has_room_for_but_the_longest_in_full(
+    most_together: int, num_tokens: int
+) -> None:
+    for prompts in (["abcd" * 3, "abcd" * 5, "abcd"], [[1] * 3, [2] * 5, [3]]):
+        body = RouteBody.model_validate({"prompt": prompts})
+        assert len(prompt_tokens(body, tokenizer_of(None), most_together)) == num_tokens
+
+
+def test_several_prompts_together_may_be_longer_than_one_may_be(tmp_path: Path) -> None:
+    replica = {"max_model_len": 64, "memory": {"num_blocks": 8, "block_size": 16}}
+    with routing(1, tmp_path / "run", replica=replica) as (router, fakes):
+        for prompt, status in (("word" * 100, 400), (["word" * 50] * 8, 200), (["word", "word" * 100], 400)):
+            body = {"model": "m", "prompt": prompt, "max_tokens": 4}
+            assert router.client.post("/v1/completions", json=body).status_code == status
+        assert [one["prompt"] for one in fakes[0].bodies] == [["word" * 50] * 8]
+    assert replayed(tmp_path / "run").is_equal
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,8 @@ class ByClass:
             return Accept(max_tokens=2, slo_class="batch")
         if request.slo_class == "every-second":
             return Accept(max_tokens=1) if self._num_asked % 2 else ACCEPT
+        if request.slo_class == "shed-every-second":
+            return ACCEPT if self._num_asked % 2 else Refuse("not now")
         if request.slo_class == "alone":
             return Defer() if running else ACCEPT
         if request.slo_class == "soon":
@@ -99,6 +101,17 @@ def test_outputs_that_were_degraded_differently_are_told_apart(server: Any) -> N
     answer = post(server, "every-second", n=3)
     assert answer.headers["x-vajra-degraded"] == "0: max_tokens=1; 2: max_tokens=1"
     assert answer.json()["usage"]["completion_tokens"] == 1 + 4 + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_is_shed_in_part_gets_429_at_once_and_the_rest_is_not_computed(
+    server: Any, until: Callable[..., None], stream: bool
+) -> None:
+    server.strings.hold()
+    assert post(server, "shed-every-second", 20, n=2, max_tokens=200, stream=stream).status_code == 429
+    server.strings.let_go()
+    until(lambda: not alive(server), "the other output is aborted")
+    assert server.strings.num_steps < 100
 
 
 def test_what_is_let_in_as_it_asked_has_no_such_header(server: Any) -> None:

@@ -8,7 +8,7 @@ import re
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import pytest
 WIDE = {"replica": {"max_batch_size": 16, "memory": {"num_blocks": 1024}}}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+UPGRADE = HEAD + b"connection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAMA\r\nupgrade: h2c\r\n"
+LAST = GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 
 
@@ -104,28 +106,38 @@ def test_clients_that_left_keep_nobody_out(puppet_server: Callable[..., Any], un
 
 def test_pipelined_requests_are_answered_in_order(puppet_server: Callable[..., Any]) -> None:
     server = puppet_server(WIDE)
-    last = GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
     with connected(server) as connection:
-        connection.sendall(GET * 2000 + last)
+        connection.sendall(GET * 2000 + LAST)
         assert received(connection).count(b"HTTP/1.1 200 ") == 2001
     with connected(server) as connection:
-        connection.sendall(b"".join(asks(max_tokens=1 + number % 7) for number in range(50)) + last)
+        connection.sendall(b"".join(asks(max_tokens=1 + number % 7) for number in range(50)) + LAST)
         answers = received(connection)
     assert answers.count(b"HTTP/1.1 200 ") == 51
     counts = [int(found) for found in re.findall(rb'"completion_tokens":(\d+)', answers)]
     assert counts == [1 + number % 7 for number in range(50)]
 
 
-def test_the_body_of_a_request_to_upgrade_is_no_request(puppet_server: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("size", [100_000, 100])
+def test_a_request_to_upgrade_is_answered_as_any_other(size: int, puppet_server: Callable[..., Any]) -> None:
     server = puppet_server(WIDE)
-    head = HEAD + b"connection: upgrade\r\nupgrade: h2c\r\ncontent-length: %d\r\n\r\n" % len(GET)
+    whole = asks(20_000, max_tokens=3).replace(HEAD, UPGRADE)
+    content = b'{"model":"puppet","prompt":[1],"max_tokens":2}'
+    in_chunks = UPGRADE + b"transfer-encoding: chunked\r\n\r\n%x\r\n" % len(content) + content
+    without_body = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    sent = whole + in_chunks + b"\r\n0\r\nupgrade: h2c\r\n\r\n" + without_body + LAST
     with connected(server) as connection:
-        connection.sendall(head)
-        answer = connection.recv(65536)
-        with suppress(OSError):
-            connection.sendall(GET)
-        answer += received(connection)
-    assert answer.count(b"HTTP/1.1 ") == 1
+        for start in range(0, len(sent), size):
+            connection.sendall(sent[start : start + size])
+        answers = received(connection)
+    assert answers.count(b"HTTP/1.1 ") == answers.count(b"HTTP/1.1 200 ") == 4
+    assert re.findall(rb'"completion_tokens":(\d+)', answers) == [b"3", b"2"]
+
+
+def test_the_body_of_a_request_to_upgrade_is_no_request(puppet_server: Callable[..., Any]) -> None:
+    with connected(puppet_server(WIDE)) as connection:
+        connection.sendall(UPGRADE + b"content-length: %d\r\n\r\n" % len(GET) + GET + LAST)
+        answers = received(connection)
+    assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"400", b"200"]
 
 
 def test_an_answer_to_head_before_the_body_is_sent(puppet_server: Callable[..., Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -12,6 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from vajra_py.serve.http.connections import Connections
+from vajra_py.serve.http.options import ServeOptions
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
@@ -171,6 +177,30 @@ def test_a_client_that_reads_nothing_loses_its_place(
         assert server.server.connections.num_late == 1
         assert server.post().status_code == 200
         assert b"[DONE]" not in received(connection)
+
+
+def test_a_client_that_reads_slowly_keeps_its_place() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        """Answer nothing."""
+
+    async def main() -> None:
+        config = Config(app, log_config=None)
+        connection = Connections(ServeOptions(send_timeout_s=60)).make(config, ServerState(), {})
+        ours, theirs = socket.socketpair()
+        with theirs:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, ours)
+            connection.transport.write(bytes(4_000_000))
+            waits = connection.transport.get_write_buffer_size()
+            connection.check(0.0)
+            for now in (40.0, 80.0, 120.0):
+                theirs.recv(65536)  # the kernel had this already
+                connection.check(now)
+                assert connection.transport.get_write_buffer_size() == waits
+                assert not connection.transport.is_closing()
+            connection.check(181.0)
+            assert connection.transport.is_closing()
+
+    asyncio.run(main())
 
 
 def test_probes_need_no_key_unless_they_shall(puppet_server: Callable[..., Any]) -> None:

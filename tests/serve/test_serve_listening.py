@@ -22,7 +22,7 @@ from vajra_py.cli.main import main
 from vajra_py.config import load_system, system_from_mapping
 from vajra_py.errors import ConfigError
 from vajra_py.plugins import load_registry
-from vajra_py.serve.http.connections import most_connections
+from vajra_py.serve.http.descriptors import most_connections
 from vajra_py.serve.http.logs import JsonFormatter, TextFormatter
 from vajra_py.serve.http.options import ServeOptions
 from vajra_py.serve.server import bind, bind_unix, serve
@@ -89,7 +89,7 @@ def test_files_that_do_not_make_tls_are_named(wrong: str, tls_files: tuple[Path,
         how = ["rsa", "-aes128", "-passout", "pass:right", "-in", str(key)] if wrong == "password" else ["genrsa"]
         subprocess.run(["openssl", *how, "-out", str(made)], check=True, capture_output=True)
         options = replace(options, ssl_keyfile=made, ssl_keyfile_password="wrong")
-    service: Any = SimpleNamespace(options=options, statuses=Counter(), make_app=lambda: None)
+    service: Any = SimpleNamespace(options=options, most_sent_on=0, statuses=Counter(), make_app=lambda: None)
     with pytest.raises(ConfigError, match=r"ssl_certfile: cannot be used with the given key, password and authorities"):
         serve(service, lambda address: None)
 
@@ -158,6 +158,17 @@ def test_as_many_connections_as_are_wanted_where_files_may_be_opened(
         ((new_soft, new_hard),) = limits
         assert wanted < new_soft < wanted + 1000
         assert new_hard == hard
+
+
+@pytest.mark.parametrize(
+    ("limit", "most_sent_on", "most"),
+    [(10_000, 512, 4096), (4096 + 512 + 256, 512, 4096), (4096 + 256, 512, 4096 - 512), (1024, 512, 384), (2, 512, 1)],
+)
+def test_requests_that_are_sent_on_need_descriptors_too(
+    limit: int, most_sent_on: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    assert min(most_connections(4096, most_sent_on), 4096) == most
 
 
 @pytest.mark.parametrize("limit", [1024, 64, 2])

@@ -38,6 +38,10 @@ class RouteService:
         self.options = options
         self.statuses: Counter[int] = Counter()
         self.num_generating = 0
+        self.most_sent_on = options.max_concurrent
+        replicasets = session.controller.replicasets.values()
+        self._room_anywhere = min(one.max_request_tokens for each in replicasets for one in each.replicas)
+        """Number of tokens of prompts and output for which every server has room."""
         self._bodies = BodyReader(options)
         self._models = frozenset(session.settings.models)
         self._adapters = frozenset(session.settings.adapters)
@@ -158,10 +162,11 @@ class RouteService:
 
     def _submit(self, request: Request, body: Any, exchange: Exchange) -> None:
         headers = with_tenant(read_headers(request.headers), request.scope.get(TENANT))
-        tokens = prompt_tokens(body, self._tokenizer)
         limit = body.max_completion_tokens or body.max_tokens
         if limit == 0:  # allowed with `echo`; the server then computes a token that it does not send
             limit = 1
+        # Servers compute each prompt of a body by itself, so that only the longest one must fit.
+        tokens = prompt_tokens(body, self._tokenizer, self._room_anywhere - (limit or 1))
         metadata = _plain(body.metadata)
         if body.model:
             metadata["model"] = body.model

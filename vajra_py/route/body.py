@@ -32,6 +32,7 @@ RouteBody: Any = create_model(
 )
 """Pydantic model of the fields of a request body that routing depends on."""
 
+_UNLIMITED = 2**63
 BYTES_PER_TOKEN = 4
 """Bytes of text that count as one token if there is no tokenizer."""
 
@@ -97,15 +98,21 @@ def tokenizer_of(path: str | None) -> PromptTokenizer:
     return _PlainTokenizer(lambda text, adds_special: found.encode(text, add_special_tokens=adds_special).ids)
 
 
-def prompt_tokens(body: Any, tokenizer: PromptTokenizer) -> list[int]:
+def prompt_tokens(body: Any, tokenizer: PromptTokenizer, most_together: int = _UNLIMITED) -> list[int]:
     """Return the token ids of all prompts of a body, concatenated; `[0]` if there are none.
 
-    Content other than text and token ids is left out.
+    If they are more than `most_together`, this is cut to `most_together` or to the length of the longest prompt,
+    whichever is larger. Content other than text and token ids is left out.
     """
     found: list[int] = []
     if body.messages is None:
-        _collect(body.prompt, partial(tokenizer.encode, is_rendered=body.add_special_tokens is False), found)
-        return found or [0]
+        encode, given, longest = partial(tokenizer.encode, is_rendered=body.add_special_tokens is False), body.prompt, 0
+        has_several = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+        for prompt in given if has_several else [given]:
+            num_before = len(found)
+            _collect(prompt, encode, found)
+            longest = max(longest, len(found) - num_before)
+        return found[: max(longest, most_together)] or [0]
     messages = _plain_messages(body.messages)
     if messages is not None:
         end = ChatEnd.NOWHERE if body.add_generation_prompt is False else ChatEnd.ANSWER

@@ -63,6 +63,7 @@ class Service:
         self.preparer = Preparer(session, self.catalogue, self.tokenizing)
         self.created = now_s()
         self.num_generating = 0
+        self.most_sent_on = 0
         self.num_broken_streams = 0
         self.statuses: Counter[int] = Counter()
         """Number of answers by HTTP status."""

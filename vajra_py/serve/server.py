@@ -92,6 +92,10 @@ class Served(Protocol):
     def num_generating(self) -> int:
         """Number of generation requests in progress."""
 
+    @property
+    def most_sent_on(self) -> int:
+        """Largest number of requests that are at other servers at once; each needs a connection there."""
+
     def make_app(self) -> ASGIApp:
         """Return the application, which starts and closes the session."""
 
@@ -100,7 +104,7 @@ class DrainingServer(uvicorn.Server):
     """uvicorn server in which a signal first drains the session."""
 
     def __init__(self, service: Served) -> None:
-        self.connections = Connections(service.options)
+        self.connections = Connections(service.options, service.most_sent_on)
         super().__init__(_config(service))
         self._service = service
         self._event_loop: asyncio.AbstractEventLoop | None = None

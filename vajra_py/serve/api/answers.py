@@ -38,7 +38,7 @@ def event(value: Any) -> bytes:
 
 def failure(end: End, retry_after_s: float) -> ApiError | None:
     """Return the error to send to the client for the end of an output; None if the output is complete."""
-    if end.reason in _FINISHED:
+    if end.is_complete:
         return None
     if end.detail.startswith(OUT_OF_SERVICE):
         return ApiError(503, end.detail, code="out_of_service", retry_after_s=retry_after_s)
@@ -247,7 +247,7 @@ class Answer:
         choice["finish_reason"] = None if end is None else _FINISHED.get(end.reason)
         if end is not None:
             choice["stop_reason"] = end.stopped_by
-            if stream.hides_output and end.reason in _FINISHED:
+            if stream.hides_output and end.is_complete:
                 choice["finish_reason"], choice["stop_reason"] = "length", None
         if self.body.return_token_ids:
             choice["token_ids"] = list(stream.token_ids(start))

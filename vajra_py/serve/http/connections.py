@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
-import select
 import time
 from collections import Counter
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from typing import Any, cast
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from vajra_py.serve.http.descriptors import is_closed_by_client, most_connections, num_undelivered
 from vajra_py.serve.http.errors import ApiError
 from vajra_py.serve.http.options import ServeOptions
 
 _log = logging.getLogger(__name__)
-_OTHER_DESCRIPTORS = 256
-"""Number of file descriptors reserved for other uses than connections: listeners, workers, logs, recordings."""
 _LOG_EVERY_S = 1.0
 _HEAD_PIECE, _BODY_PIECE = 2**12, 2**14
 """Maximum number of bytes that are parsed between two checks of the limits: in a head, and in a body."""
@@ -40,15 +39,16 @@ _LINGER_S = 5.0
 """Seconds that a client may keep sending an unwanted body, so that it can read the answer before the connection is
 closed. Also the seconds that a request may run while reading is paused and pipelined requests wait.
 """
-_GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
 class Connections:
     """All connections of a server, and their limits."""
 
-    def __init__(self, options: ServeOptions) -> None:
+    def __init__(self, options: ServeOptions, most_sent_on: int = 0) -> None:
+        """Create the limits; `most_sent_on`: largest number of requests that are at other servers at once."""
         self.options = options
-        self.max_connections = min(options.max_connections, most_connections(options.max_connections))
+        wanted = options.max_connections
+        self.max_connections = min(wanted, most_connections(wanted, most_sent_on))
         self.max_per_client = min(options.max_connections_per_client, max(1, self.max_connections * 3 // 4))
         """Largest number of connections of one address; below the total, so that no address can take all."""
         self.per_client: Counter[str] = Counter()
@@ -109,26 +109,6 @@ class Connections:
         """Close the connections that have exceeded a time limit, or whose client has disconnected."""
         for connection in list(self.alive):
             connection.check(now)
-
-
-def most_connections(wanted: int) -> int:
-    """Return the number of connections, up to `wanted`, for which the process has file descriptors.
-
-    The process's limit is raised first, if that is permitted.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _OTHER_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        if raised > soft:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
-            soft = raised
-    if soft == resource.RLIM_INFINITY:
-        return wanted
-    most = max(soft - _OTHER_DESCRIPTORS, soft // 2, 1)
-    if most < wanted:
-        _log.warning("at most %d connections: the limit of open files is %d", most, soft)
-    return most
 
 
 class Phase(Enum):
@@ -224,7 +204,9 @@ class Connection(HttpToolsProtocol):
         self._is_refused = False
         self.was_made = False
         """True once `connection_made` was called; only then will `connection_lost` be called."""
-        self._unsent = 0
+        self._unsent = self._undelivered = 0
+        """Number of bytes at the last check that were not passed to the kernel, and that the kernel had not delivered.
+        """
         self._unsent_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -266,10 +248,47 @@ class Connection(HttpToolsProtocol):
                 self._num_framing_bytes += len(piece)
             else:
                 self._num_head_bytes += len(piece)
-            super().data_received(piece)
+            self._feed(piece)
             self._check_sizes()
         if self.pipeline:
             self._read_ahead()
+
+    def _feed(self, piece: bytes) -> None:
+        """Parse a piece. A request to upgrade to another protocol is read as an ordinary request, as HTTP allows.
+
+        The parser skips the body of such a request; therefore a new parser continues, from the same head without
+        `upgrade`.
+        """
+        self._unset_keepalive_if_required()
+        while True:
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserError:
+                message = "Invalid HTTP request received."
+                self.logger.warning(message)
+                self.send_400_response(message)
+            except httptools.HttpParserUpgrade as upgrade:
+                if self._asks_to_upgrade and not self._is_refused:
+                    piece = self._ordinary_head() + piece[upgrade.args[0] :]
+                    self._renew_parser()
+                    continue
+            return
+
+    @property
+    def _asks_to_upgrade(self) -> bool:
+        """True if the current request asks for another protocol. A CONNECT does not: no parser reads a body there."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _ordinary_head(self) -> bytes:
+        """Return the head of the current request without `upgrade`."""
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join((*lines, b"", b""))
+
+    def _renew_parser(self) -> None:
+        self.parser = httptools.HttpRequestParser(self)
+        with suppress(AttributeError):  # as uvicorn does: versions before 0.6.3 have no such setting
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _read_ahead(self) -> None:
         """Read ahead while a request is answered, to detect that the client disconnects; pause reading if too much is
@@ -292,9 +311,6 @@ class Connection(HttpToolsProtocol):
         error = ApiError(400, "the request is not HTTP that this server reads", code="not_http")
         self._write_error(error)
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Ignore a request to upgrade to another protocol, as HTTP allows."""
-
     def on_message_begin(self) -> None:
         """Begin a request."""
         if self._is_refused:
@@ -316,12 +332,12 @@ class Connection(HttpToolsProtocol):
         if size > self._limits.max_header_bytes:
             self._refuse_head()
             return
+        if self._asks_to_upgrade:  # `_feed` continues with its ordinary head
+            return
         self._enter(Phase.BODY)
         super().on_headers_complete()
         if self.parser.should_upgrade():
-            self.cycle.keep_alive = (
-                False  # the parser reads no body here, and a body must not count as the next request
-            )
+            self.cycle.keep_alive = False  # no body of a CONNECT is read, and it must not count as the next request
         if self.scope["http_version"] == "1.0":  # HTTP/1.0 has no chunked encoding: the answer ends with the connection
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _UntilClosed()
@@ -338,7 +354,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Handle a complete request. The client then need not send anything; only uvicorn's idle timeout applies."""
-        if not self._is_refused:
+        if not self._is_refused and not self._asks_to_upgrade:
             self._enter(Phase.NOTHING)
             super().on_message_complete()
 
@@ -379,9 +395,10 @@ class Connection(HttpToolsProtocol):
         """Close the connection if its client has disconnected, or takes too long to send or to read data."""
         limits = self._limits
         unsent = self.transport.get_write_buffer_size()
-        if unsent == 0 or unsent < self._unsent or not self._unsent:
+        undelivered = num_undelivered(self.transport) if unsent else 0
+        if unsent == 0 or unsent < self._unsent or undelivered < self._undelivered or not self._unsent:
             self._unsent_since = now
-        self._unsent = unsent
+        self._unsent, self._undelivered = unsent, undelivered
         if unsent and now - self._unsent_since > limits.send_timeout_s:
             self._all.num_late += 1
             _log.info("%s has taken nothing for %g s; its connection is closed", self.client, limits.send_timeout_s)
@@ -405,18 +422,9 @@ class Connection(HttpToolsProtocol):
                 self._refuse(408, f"{self._phase.value} did not come within {allowed:g} s")
 
     def _has_left(self, now: float) -> bool:
-        """Return True if the client has closed the connection, or counts as disconnected after a time limit.
-
-        A closed connection is detected without reading from the socket.
-        """
-        if self.pipeline and now - self._running_since > _LINGER_S:
-            return True
-        poll = select.poll()
-        try:
-            poll.register(self.transport.get_extra_info("socket").fileno(), _GONE)
-        except ValueError:  # the socket was closed by this process
-            return True
-        return bool(poll.poll(0))
+        """Return True if the client has closed the connection, or counts as disconnected after a time limit."""
+        is_late = bool(self.pipeline) and now - self._running_since > _LINGER_S
+        return is_late or is_closed_by_client(self.transport)
 
     @property
     def _is_answering(self) -> bool:

@@ -46,6 +46,11 @@ class End:
     metrics: RequestMetrics | None = None
     retry_after_s: float | None = None
 
+    @property
+    def is_complete(self) -> bool:
+        """True if the output is complete; False if it was refused, aborted, or failed."""
+        return self.reason in (EndReason.STOP, EndReason.LENGTH)
+
 
 @dataclass(slots=True, eq=False)
 class OutputStream:
@@ -105,6 +110,7 @@ class ResponseState:
     outputs: list[OutputStream] = field(default_factory=list)
     on_change: Callable[[], None] | None = None
     _num_ended: int = 0
+    _has_failed: bool = False
     _changed: dict[OutputStream, None] = field(default_factory=dict)
 
     @property
@@ -115,12 +121,12 @@ class ResponseState:
     def answerable(self) -> asyncio.Future[None]:
         """Return a future that is done when the answer can begin.
 
-        A stream can begin with the first change, any other answer when every output has ended.
+        A stream can begin with the first change, any other answer when every output has ended or one has failed.
         """
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def check() -> None:
-            if (self.is_streaming or self.is_done) and not ready.done():
+            if (self.is_streaming or self.is_done or self._has_failed) and not ready.done():
                 ready.set_result(None)
 
         self.on_change = check
@@ -136,7 +142,9 @@ class ResponseState:
         if stream.end is not None:
             return
         stream.num_tokens, stream.text, stream.end = (0, "", note[2]) if stream.hides_output else note
-        self._num_ended += stream.end is not None
+        if stream.end is not None:
+            self._num_ended += 1
+            self._has_failed = self._has_failed or not stream.end.is_complete
         self._changed[stream] = None
 
 
