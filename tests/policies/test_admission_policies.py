@@ -218,6 +218,13 @@ def test_what_costs_more_than_a_bucket_holds_is_refused_at_once() -> None:
     assert "tenant 'a' may use 100 at once, and this request needs 101" in harness.request("r0").detail
 
 
+def test_a_request_whose_turn_would_come_after_the_end_of_the_clock_is_refused() -> None:
+    policy = ("token_bucket", {"cost": "requests", "capacity": 1, "refill_per_s": 2e-7, "when_empty": "defer"})
+    harness = run(policy, [RequestSpec(f"r{i}", 0.0, 10, 1) for i in range(4)])
+    reasons = [harness.request(f"r{i}").end_reason for i in range(4)]
+    assert reasons == [EndReason.STOP, EndReason.STOP, EndReason.REJECTED, EndReason.REJECTED]
+
+
 def test_who_leaves_the_gate_gives_back_what_it_took_in_advance() -> None:
     policy = ("token_bucket", {"capacity": 100, "refill_per_s": 50, "when_empty": "defer"})
     specs = [

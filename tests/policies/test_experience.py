@@ -259,3 +259,13 @@ def test_a_replica_without_requests_is_idle_again_and_who_waits_is_pulled() -> N
     policy.on_departures([first], 1.0)
     assert list(policy.pull(replicas(num_running=[0])[0], [waiting], 1.0)) == ["r"]
     assert loads == [0]
+
+
+def test_a_replica_that_pulls_a_request_whose_slos_nothing_meets_joins_the_loosest_tier() -> None:
+    policy, idle = polyserve(1), replicas(num_running=[0])
+    late: Any = Request(100, ttft_slo_s=1e-6, tpot_slo_s=0.02)
+    assert list(policy.pull(idle[0], [late], 0.0)) == ["r"]  # type: ignore[arg-type]
+    policy.on_admission(late, 0, 0.0)
+    busy = replicas(num_running=[1], num_context_tokens=[100], num_blocks=[1000])
+    for tpot_slo_s, chosen in ((0.02, None), (0.1, 0)):
+        assert policy.assign(Request(100, tpot_slo_s=tpot_slo_s), busy, 0.0) == chosen  # type: ignore[arg-type]

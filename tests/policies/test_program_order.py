@@ -221,6 +221,16 @@ def test_a_call_in_time_goes_before_all_and_the_rest_is_first_come_by_programs()
     assert sorted(keys, key=lambda name: keys[name]) == ["i", "l", "f", "a"]
 
 
+def test_all_parallel_calls_in_time_count_and_a_call_that_never_ran_pins_nothing() -> None:
+    policy = Continuum(ContinuumConfig(ttl_s=2.0))
+    program, aborted = Program("parallel"), Program("aborted")
+    policy.on_departures([Call(program), Call(aborted, admitted_index=0)], 10.0)  # type: ignore[list-item]
+    calls: list[Any] = [Call(program, 11.0), Call(program, 11.5), Call(program, 12.5), Call(aborted, 11.0)]
+    for call in calls:
+        policy.on_arrivals([call], call.arrived_at)
+    assert [policy.key(call, 13.0)[0] for call in calls] == [0.0, 0.0, 1.0, 1.0]
+
+
 def test_tools_that_take_long_in_the_mean_are_not_waited_for() -> None:
     gaps = ToolGaps(ToolGapConfig(ttl_s=2.0, max_mean_gap_s=2.0))
     slow, fast = Program("slow"), Program("fast")

@@ -17,10 +17,12 @@ from vajra_policies.slo.qoserve import Qoserve, QoserveConfig
 from vajra_policies.slo.windows import first_of_two, most_in_time
 from vajra_py.contract import EndedStep
 from vajra_py.contract.observer import EndReason
+from vajra_py.errors import ConfigError
 from vajra_py.latency import AffineModel
 from vajra_py.latency.services.output_length import OracleLengths
+from vajra_py.runtime.kv import PrefixCacheOptions
 from vajra_py.testing.harness import Harness, HarnessOptions, Step
-from vajra_py.workload.request import RequestSpec
+from vajra_py.workload.request import PromptContent, RequestSpec
 
 
 def step(one: Harness) -> Step:
@@ -191,6 +193,33 @@ def test_sliding_serve_leaves_time_for_the_next_step_and_gives_up_who_is_late_an
     assert begun[0] == "short"
 
 
+def test_a_decode_is_due_at_the_same_time_whenever_it_is_first_seen() -> None:
+    """Its first ten tokens came faster than its SLO asks for, so that there is time for a large chunk."""
+    chunks = {}
+    for has_company in (True, False):
+        one = Harness("fcfs", "round_robin", "slack_chunk", HarnessOptions(num_blocks=999))
+        one.submit("decode", 10, 500, tbt_slo_s=0.05, ttft_slo_s=0.1)
+        step(one)
+        if has_company:
+            one.submit("company", 10, 1)
+        for _ in range(10):
+            step(one)
+        one.submit("long", 6000, 1)
+        chunks[has_company] = step(one).tokens["long"]
+    assert chunks[True] == chunks[False]
+
+
+def test_chunks_of_sliding_serve_are_within_their_limits() -> None:
+    with pytest.raises(ConfigError, match="min_chunk 128, grain 32, max_chunk 64"):
+        Harness("fcfs", "round_robin", ("sliding_serve", {"max_chunk": 64}))
+    for tbt_slo_s in (0.0135, 0.02, 0.04):
+        one = Harness("fcfs", "round_robin", "sliding_serve", HarnessOptions(num_blocks=999))
+        one.submit("decode", 10, 500, tbt_slo_s=tbt_slo_s, ttft_slo_s=0.01)
+        step(one)
+        one.submit("long", 6000, 1)
+        assert step(one).tokens["long"] >= 128
+
+
 def test_the_time_of_a_prompt_is_that_of_chunks_that_have_nothing_before_them() -> None:
     """Ten milliseconds a pair: two tokens have three pairs and so take 30 ms, and 20 tokens ten times as long."""
     latency = AffineModel(0.0, per_prefill_pair_s=0.01)
@@ -333,6 +362,17 @@ def test_a_prompt_that_would_be_late_is_turned_away_and_those_behind_it_are_not(
     one.steps_until_idle()
     reasons = {name: one.request(name).end_reason for name in ("first", "late", "behind")}
     assert reasons == {"first": EndReason.STOP, "late": EndReason.REJECTED, "behind": EndReason.STOP}
+
+
+def test_a_prompt_that_its_cached_prefix_brings_in_time_is_not_turned_away() -> None:
+    one = Harness("fcfs", "round_robin", "scorpio", HarnessOptions(num_blocks=999, prefix_cache=PrefixCacheOptions()))
+    shared = PromptContent((("shared", 4000),))
+    one.submit("before", 4000, 2, content=shared)
+    one.steps_until_idle()
+    one.submit("again", 4000, 2, content=shared, ttft_slo_s=0.1)
+    one.submit("other", 4000, 2, ttft_slo_s=0.1)
+    one.steps_until_idle()
+    assert [one.request(name).end_reason for name in ("again", "other")] == [EndReason.STOP, EndReason.REJECTED]
 
 
 def test_nobody_is_let_in_who_would_make_decodes_late() -> None:

@@ -173,6 +173,18 @@ def test_groups_go_by_arrival_until_one_is_predicted_to_be_late() -> None:
     assert policy.group_key(policy.group(again[0])) < policy.group_key(policy.group(again[1]))  # type: ignore[arg-type]
 
 
+def test_a_group_closes_although_its_first_requests_have_left() -> None:
+    policy = Qlm(QlmConfig(group_requests=2))
+    jobs = [Job(0.1 * index, 1000.0) for index in range(5)]
+    groups = []
+    for index, one in enumerate(jobs):
+        policy.on_arrivals([one], one.arrived_at)  # type: ignore[list-item]
+        groups.append(policy.group(one))  # type: ignore[arg-type]
+        if index:
+            policy.on_departures([jobs[index - 1]], one.arrived_at)  # type: ignore[list-item]
+    assert groups == ["0", "0", "1", "1", "2"]
+
+
 def test_a_group_keeps_its_place_while_requests_are_queued_with_their_kv() -> None:
     policy = Qlm(QlmConfig(group_requests=1))
     jobs = [Job(0.1 * index, 1000.0) for index in range(3)]

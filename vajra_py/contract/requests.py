@@ -148,6 +148,10 @@ class RequestView(Protocol):
         """SLO for the longest time between two consecutive tokens, seconds; None without one."""
 
     @property
+    def first_token_at(self) -> float | None:
+        """Time at which its client received its first token, seconds on the run's clock; None before any token."""
+
+    @property
     def last_token_at(self) -> float | None:
         """Time at which its client received its newest token, seconds on the run's clock; None before any token."""
 

@@ -19,6 +19,7 @@ from vajra_py.contract import (
     ReplicasetView,
     RequestView,
 )
+from vajra_py.contract.latency import LAST_S
 
 _RESOLUTION_S = 1e-9
 """Waits up to this are rounding errors of the clock and of the refill, seconds."""
@@ -66,7 +67,7 @@ class TokenBucket:
     """Charges each request's cost to the bucket of its tenant or SLO class (`by`), which starts full.
 
     If the bucket holds less than a request's cost, the request is refused, with the time until the bucket would hold
-    enough, or it is deferred to exactly that time. The cost of a deferred request is charged at once, so that later
+    enough, or it is deferred to exactly that time if the clock reaches it. The cost of a deferred request is charged at once, so that later
     requests wait behind it; it is returned if the request leaves before it is accepted. A request that costs more than
     a full bucket is refused.
 
@@ -95,7 +96,7 @@ class TokenBucket:
         if now + wait_s <= now + _RESOLUTION_S:
             bucket.level -= cost
             return ACCEPT
-        if self._config.when_empty == "refuse":
+        if self._config.when_empty == "refuse" or now + wait_s > LAST_S:
             return Refuse(self._used_up(request), wait_s)
         bucket.level -= cost
         bucket.due[request.request_id] = now + wait_s

@@ -34,7 +34,7 @@ class QuantumConfig(TokenCostConfig):
 
     quantum: float | None = Field(
         None,
-        gt=0,
+        ge=1e-6,
         description="Charge that a tenant may run up in one turn (Q), weighted tokens; null: a twentieth of the KV memory's tokens.",
     )
 

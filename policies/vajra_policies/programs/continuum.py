@@ -47,7 +47,7 @@ class Continuum:
         """Record which calls arrived within the time to live, and how long the tools before them took."""
         for request in requests:
             program = request.program
-            until = None if program is None else self._pinned_until.pop(program, None)
+            until = None if program is None else self._pinned_until.get(program)
             self._came_in_time[request] = until is not None and now <= until
         self._gaps.arrive(requests, now)
 

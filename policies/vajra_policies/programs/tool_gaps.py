@@ -50,10 +50,11 @@ class ToolGaps:
                     del self._sums[next(iter(self._sums))]
 
     def depart(self, requests: Iterable[RequestView], now: float) -> None:
-        """Record the start of a tool after each call that is not the last of its program."""
+        """Record the start of a tool after each call that ran and is not the last of its program."""
         for request in requests:
             program = request.program
-            if program is not None and not request.is_last_call and program.end_reason is None:
+            has_run = request.admitted_index > 0
+            if program is not None and has_run and not request.is_last_call and program.end_reason is None:
                 self._last[program] = (self._tool(request), now)
 
     def end(self, program: ProgramView) -> None:
@@ -61,10 +62,10 @@ class ToolGaps:
         self._last.pop(program, None)
 
     def ttl_s(self, request: RequestView) -> float:
-        """Return the seconds for which the content of an ending call is kept: 0 without a program, for a last call, and
-        for a tool whose mean time exceeds `max_mean_gap_s`.
+        """Return the seconds for which the content of an ending call is kept: 0 without a program, for a last call, for
+        a call that never ran, and for a tool whose mean time exceeds `max_mean_gap_s`.
         """
-        if request.program is None or request.is_last_call:
+        if request.program is None or request.is_last_call or not request.admitted_index:
             return 0.0
         total, count = self._sums.get(self._tool(request), (0.0, 0))
         is_slow = count > 0 and total / count > self._config.max_mean_gap_s

@@ -25,6 +25,7 @@ class ConsistentHashingConfig(PolicyConfig):
     max_load_factor: float | None = Field(
         1.25,
         gt=1,
+        le=1e6,
         description="Maximum number of requests of a replica, as a multiple of the mean with the new one; null: any number (plain consistent hashing).",
     )
 

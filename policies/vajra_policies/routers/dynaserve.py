@@ -50,7 +50,10 @@ class DynaserveConfig(LengthConfig):
     """Parameters of `dynaserve`, which places both parts."""
 
     output_weight: float = Field(
-        8.0, gt=0, description="Number of prompt tokens that an output token counts for, by its share of a step's time."
+        8.0,
+        ge=1e-6,
+        le=1e6,
+        description="Number of prompt tokens that an output token counts for, by its share of a step's time.",
     )
     min_part_tokens: int = Field(
         256,

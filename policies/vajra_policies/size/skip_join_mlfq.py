@@ -26,8 +26,8 @@ class SkipJoinMlfqConfig(PolicyConfig):
     quantum_s: float = Field(
         0.01, gt=0, description="Time that a request may run at the first level, seconds; about a decode step."
     )
-    quantum_ratio: float = Field(2.0, gt=1, description="Quantum of a level over that of the one above it.")
-    num_levels: int = Field(16, ge=1, description="Number of levels.")
+    quantum_ratio: float = Field(2.0, gt=1, le=1000, description="Quantum of a level over that of the one above it.")
+    num_levels: int = Field(16, ge=1, le=64, description="Number of levels.")
     skips: bool = Field(True, description="Join at the level whose quantum covers the prompt; if not, at the first.")
     starvation_s: float = Field(
         3.0, gt=0, description="Time without running after which a request is promoted, seconds."

@@ -19,6 +19,7 @@ from vajra_py.contract import (
     ReplicaId,
     RequestView,
 )
+from vajra_py.contract.latency import LAST_S
 
 
 class AndesConfig(PolicyConfig):
@@ -29,7 +30,7 @@ class AndesConfig(PolicyConfig):
     )
     expected_ttft_s: float = Field(1.0, gt=0, description="TTFT assumed for requests without a TTFT SLO, seconds.")
     horizon_s: float = Field(
-        10.0, gt=0, description="Horizon over which serving a request or not is compared (Delta t), seconds."
+        10.0, gt=0, le=LAST_S, description="Horizon over which serving a request or not is compared (Delta t), seconds."
     )
     preemption_cap: float | None = Field(
         1.0,

@@ -76,7 +76,7 @@ class Polyserve:
         """If the request was pulled from the shared queue, count it at the replica that pulled it."""
         if self._placed.get(request) != replica_id:
             self._leave(request)
-            self._place(request, replica_id, self._tiers.target_tier(request))
+            self._place(request, replica_id, self._tiers.of(request, now)[0])
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
         """Record output lengths; a replica without requests becomes idle."""

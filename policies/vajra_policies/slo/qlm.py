@@ -52,7 +52,8 @@ class Group:
     number: int
     slo_s: float
     arrived_at: float
-    num_members: int = 0
+    num_joined: int = 0
+    num_live: int = 0
     waiting: dict[RequestView, None] = field(default_factory=dict)
 
 
@@ -127,8 +128,8 @@ class Qlm:
             self._leave(request)
             group = self._of.pop(request, None)
             if group is not None:
-                group.num_members -= 1
-                if not group.num_members:
+                group.num_live -= 1
+                if not group.num_live:
                     del self._alive[group.number]
 
     def _join(self, request: RequestView) -> Group:
@@ -141,12 +142,13 @@ class Qlm:
             target_s = config.default_slo_s if request.deadline_at is None else request.deadline_at - request.arrived_at
         slo_s = target_s // config.granularity_s * config.granularity_s
         group = self._open.get(slo_s)
-        if group is None or group.num_members >= config.group_requests or not group.waiting:
+        if group is None or group.num_joined >= config.group_requests or not group.waiting:
             group = self._open[slo_s] = Group(self._num_groups, slo_s, request.arrived_at)
             self._num_groups += 1
             self._alive[group.number] = group
         self._of[request] = group
-        group.num_members += 1
+        group.num_joined += 1
+        group.num_live += 1
         return group
 
     def _wait(self, request: RequestView) -> None:

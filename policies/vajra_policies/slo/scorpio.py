@@ -111,7 +111,7 @@ class Scorpio(FixedChunk):
     def _reject_late(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         ahead_s = 0.0
         for request in list(replica.waiting()):
-            prefill_s = self._prefill_time.remaining_s(request.num_prompt_tokens, 0)
+            prefill_s = self._prefill_time.remaining_s(request.num_prompt_tokens, batch.cached_tokens(request))
             target_s = request.ttft_slo_s
             is_new = not request.num_output_tokens and not request.num_preemptions
             if is_new and target_s is not None and now + ahead_s + prefill_s > request.arrived_at + target_s:

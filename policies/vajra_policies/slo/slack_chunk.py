@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pydantic import Field, field_validator
 
 from vajra_policies.preemption import PreemptionConfig, preemption_mode
-from vajra_policies.slo.targets import DueTimes
+from vajra_policies.slo.targets import token_due_at
 from vajra_py.contract import (
     BatchBuilder,
     Layer,
@@ -65,23 +63,18 @@ class SlackChunk:
         self._sizes = config.sizes
         self._safety = config.safety_factor
         self._mode = preemption_mode(config, context)
-        self._due = DueTimes()
         self._slack_s = 0.0
 
     def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
         """Add decodes, then prompts by urgency up to the size that the decodes' slack allows."""
         if replica.num_waiting or replica.num_partial_prefills:
-            due = (self._due.due_at(request) for request in replica.decodes())
+            due = (token_due_at(request) for request in replica.decodes())
             self._slack_s = min((at for at in due if at is not None), default=float("inf")) - now
         fill(replica, batch, self._next_chunk, self._mode)
 
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Return the largest of `sizes`, or the remaining tokens if these are fewer."""
         return min(self._sizes[-1], num_remaining_tokens)
-
-    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget these requests."""
-        self._due.forget(requests)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
         smallest = self._sizes[0] - batch.num_tokens

@@ -4,12 +4,12 @@ subset of them is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vajra_policies.preemption import PreemptionConfig, preemption_mode
-from vajra_policies.slo.targets import DueTimes
+from vajra_policies.slo.targets import token_due_at
 from vajra_policies.slo.windows import first_of_two, most_in_time
 from vajra_py.contract import (
     BatchBuilder,
@@ -48,6 +48,15 @@ class SlidingServeConfig(PreemptionConfig):
         json_schema_extra={"unit": "requests"},
     )
 
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if max(self.min_chunk, self.grain) > self.max_chunk:
+            given = f"min_chunk {self.min_chunk}, grain {self.grain}, max_chunk {self.max_chunk}"
+            raise ValueError(
+                f"the sizes do not fit together (got {given}). Allowed: min_chunk and grain up to max_chunk"
+            )
+        return self
+
 
 class SlidingServe:
     """Gives a step C_1 prompt tokens, where C_1 + C_2 over this step and the next is maximal, found by ternary search.
@@ -76,7 +85,6 @@ class SlidingServe:
         self._time_s = context.latency.stage_time_s
         largest = BatchFeatures().with_chunk(config.max_chunk, 0)
         self._token_s = config.safety_factor * self._time_s(largest) / config.max_chunk
-        self._due = DueTimes()
         self._slacks = (float("inf"), float("inf"))
         self._budget: int | None = None
         self._passed: frozenset[RequestView] = frozenset()
@@ -85,7 +93,7 @@ class SlidingServe:
         """Add decodes, then the chosen prompts within the token budget that two steps allow."""
         self._budget, self._passed = None, frozenset()
         if replica.num_waiting or replica.num_partial_prefills:
-            due = [(at, request.tbt_slo_s or 0.0) for request in replica.decodes() if (at := self._due.due_at(request))]
+            due = [(at, request.tbt_slo_s or 0.0) for request in replica.decodes() if (at := token_due_at(request))]
             first = min((at for at, _ in due), default=float("inf"))
             second = min((at + tbt_s for at, tbt_s in due), default=float("inf"))
             self._slacks = (first - now, second - now)
@@ -98,10 +106,6 @@ class SlidingServe:
     def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> int:
         """Return `max_chunk`, or the remaining tokens if these are fewer."""
         return min(self._config.max_chunk, num_remaining_tokens)
-
-    def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Forget these requests."""
-        self._due.forget(requests)
 
     def _next_chunk(self, request: RequestView, batch: BatchBuilder, replica: LocalReplicaView) -> int | None:
         if request in self._passed:
@@ -125,7 +129,8 @@ class SlidingServe:
         def t_2(c_1: int, c_2: int) -> float:
             return config.safety_factor * self._time_s(following.with_chunk(c_2, done + c_1) if c_2 else following)
 
-        sizes = range(config.grain, config.max_chunk + 1, config.grain)
+        smallest = -(-config.min_chunk // config.grain) * config.grain
+        sizes = range(smallest, config.max_chunk + 1, config.grain)
         return first_of_two(t_1, t_2, s_1, s_2, sizes) or config.min_chunk
 
     def _late(self, replica: LocalReplicaView, now: float) -> frozenset[RequestView]:

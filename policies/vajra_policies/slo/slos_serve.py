@@ -28,7 +28,7 @@ class SlosServeConfig(FixedChunkConfig):
 
     step_s: float = Field(
         0.05,
-        gt=0,
+        ge=1e-6,
         description="Predicted time of a step, seconds: the tightest TPOT SLO.",
     )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from vajra_py.contract import RequestView
 
 
@@ -12,26 +10,12 @@ def tpot_target_s(request: RequestView) -> float | None:
     return request.tpot_slo_s if request.tpot_slo_s is not None else request.tbt_slo_s
 
 
-class DueTimes:
-    """Computes when decodes' next tokens are due: arrival + max(TTFT, TTFT SLO) + TBT SLO * number of output tokens."""
-
-    def __init__(self) -> None:
-        self._first_token_at: dict[RequestView, float] = {}
-
-    def due_at(self, request: RequestView) -> float | None:
-        """Return the time at which the decode's next token is due, seconds on the run's clock; None without a TBT SLO,
-        or before the first token.
-        """
-        tbt_s, last_at, num_tokens = request.tbt_slo_s, request.last_token_at, request.num_output_tokens
-        if tbt_s is None or last_at is None:
-            return None
-        first_at = self._first_token_at.get(request)
-        if first_at is None:  # exact if the newest token is the first; else an estimate with intervals of `tbt_s`
-            first_at = self._first_token_at[request] = last_at - (num_tokens - 1) * tbt_s
-        first_due_at = first_at if request.ttft_slo_s is None else request.arrived_at + request.ttft_slo_s
-        return max(first_at, first_due_at) + num_tokens * tbt_s
-
-    def forget(self, requests: Iterable[RequestView]) -> None:
-        """Forget requests that have left."""
-        for request in requests:
-            self._first_token_at.pop(request, None)
+def token_due_at(request: RequestView) -> float | None:
+    """Return the time at which a decode's next token is due: arrival + max(TTFT, TTFT SLO) + TBT SLO * number of output
+    tokens, in seconds on the run's clock; None without a TBT SLO, or before the first token.
+    """
+    tbt_s, first_at = request.tbt_slo_s, request.first_token_at
+    if tbt_s is None or first_at is None:
+        return None
+    first_due_at = first_at if request.ttft_slo_s is None else request.arrived_at + request.ttft_slo_s
+    return max(first_at, first_due_at) + request.num_output_tokens * tbt_s
