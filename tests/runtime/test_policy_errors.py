@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from vajra_py.contract import fill
+from vajra_py.contract.observer import EndReason
 from vajra_py.errors import PolicyError
 from vajra_py.testing import ByArrival, Harness, HarnessOptions, InTurn, PlainChunks, Shared
 from vajra_py.workload import RequestSpec
@@ -143,3 +144,29 @@ def test_a_stall_tells_what_the_builder_had_refused(scheduler: Any, said: str) -
     harness = Harness(ByArrival(), InTurn(), scheduler, HarnessOptions(max_batch_tokens=64))
     with pytest.raises(PolicyError, match=rf"scheduled nothing although one request remains.*{said}.*in schedule\)"):
         harness.run([RequestSpec("long", 0.0, 100, 2)])
+
+
+class LooksThenFails(PlainChunks):
+    """Fails once, after it has looked at a request of the shared queue."""
+
+    has_failed = False
+
+    def schedule(self, replica: Any, batch: Any, now: float) -> None:
+        for request in replica.waiting():
+            batch.max_chunk(request)
+        if not self.has_failed:
+            self.has_failed = True
+            raise LookupError("once")
+        super().schedule(replica, batch, now)
+
+
+def test_a_replica_serves_again_after_its_policy_has_failed() -> None:
+    one = Harness("fcfs", "pull", LooksThenFails(), HarnessOptions())
+    failed = one.submit("a", 10, 3)
+    with pytest.raises(PolicyError, match="once"):
+        one.step()
+    one.replica().clear()
+    one.controller.abort("a", EndReason.FAILED, 1)
+    request = one.submit("b", 10, 3)
+    one.steps_until_idle()
+    assert (failed.end_reason, request.end_reason) == (EndReason.FAILED, EndReason.STOP)

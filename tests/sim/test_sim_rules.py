@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from vajra_py.contract import BatchBuilder, LocalReplicaView
-from vajra_py.contract.observer import EndReason
+from vajra_py.contract.observer import EndReason, Observer, StepEnd, StepRun
 from vajra_py.latency import AffineModel, ConstantModel
 from vajra_py.runtime.requests.request import Request, RequestFacts, RequestState
 from vajra_py.runtime.serving.controller import Controller
@@ -447,6 +447,65 @@ def test_no_block_is_lost_when_the_last_request_ends_under_asynchronous_scheduli
     assert served["b"].ended_at == pytest.approx(1.08)
     (replica,) = served.harness.controller.replicas()
     assert replica.memory.free_blocks == 6
+
+
+class FreeBlocks(Observer):
+    """Free blocks after each step."""
+
+    wants_step_ends = True
+
+    def __init__(self, *, one_by_one: bool) -> None:
+        self.wants_steps = one_by_one
+        self.seen: list[tuple[int, int]] = []
+
+    def on_step_end(self, step: StepEnd) -> None:
+        self.seen.append((step.step_index, step.free_blocks))
+
+    def on_step_run(self, run: StepRun) -> None:
+        self.seen.extend(enumerate(run.free_blocks, run.first_step_index))
+
+
+def test_blocks_freed_late_are_counted_alike_with_and_without_fast_forward() -> None:
+    specs = [spec("a", 0.0, 12, num_output=4), spec("b", 0.0, 8, num_output=40)]
+    seen = []
+    for one_by_one in (True, False):
+        observer = FreeBlocks(one_by_one=one_by_one)
+        one = Run(specs, rules=SimulationOptions(asynchronous=True))
+        one.harness.controller.watch((observer,))
+        one.go()
+        seen.append(observer.seen)
+    assert seen[0] == seen[1]
+
+
+class IgnoresRequestA:
+    """Computes one chunk of request `a`, and everything else in full."""
+
+    def schedule(self, replica: LocalReplicaView, batch: BatchBuilder, now: float) -> None:
+        batch.add_decodes()
+        for request in [*replica.partial_prefills(), *replica.waiting()]:
+            if request.request_id != "a" or not request.num_computed_tokens:
+                batch.add(request, min(8, batch.max_chunk(request)))
+
+
+def test_a_request_aborted_between_two_steps_frees_its_blocks_under_asynchronous_scheduling() -> None:
+    options = replace(OPTIONS, num_blocks=8, max_model_len=32)
+    rules = SimulationOptions(asynchronous=True, check_every_steps=1)
+    one = Run([spec("a", 0.0, 24), spec("b", 2.0, 24)], options, rules, ("fcfs", "pull", IgnoresRequestA()))
+    one.simulator.abort_at(1.0, "a")
+    one.go()
+    assert [one[name].end_reason for name in "ab"] == [EndReason.ABORTED, EndReason.STOP]
+    (replica,) = one.harness.controller.replicas()
+    assert replica.memory.free_blocks == 8
+
+
+@pytest.mark.parametrize("drain", [True, False])
+@pytest.mark.parametrize("horizon_s", [0.4, None])
+@pytest.mark.parametrize("rules", [{"arrival_delay_s": 0.15}, {"asynchronous": True}], ids=["late", "asynchronous"])
+def test_requests_that_arrive_in_time_are_submitted_although_the_scheduler_sees_them_later(
+    rules: dict[str, Any], horizon_s: float | None, drain: bool
+) -> None:
+    served = run(STREAM, rules=SimulationOptions(horizon_s=horizon_s, drain=drain, **rules))
+    assert served.harness.controller.num_submitted == (10 if horizon_s is None else 5)
 
 
 def test_a_replica_of_one_slot_goes_on_under_asynchronous_scheduling() -> None:

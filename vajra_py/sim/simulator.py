@@ -196,7 +196,14 @@ class Simulator(Backend[SimReplica]):
             for name in self.controller.replicasets:
                 self._fast_forward.interrupt_all(name)
             if driver.events.heap[0][0] > until:  # otherwise, an interrupted run ends now: handle its end first
+                self._submit_arrived()
                 return
+
+    def _submit_arrived(self) -> None:
+        """Submit the requests that have arrived, but that the scheduler would see only after the end of the run."""
+        for _, _, _, _, payload in sorted(self._driver.events.heap, key=lambda event: event[:4]):
+            if isinstance(payload, Acceptance):
+                self.on_arrival(structs.replace(payload, is_queued=True))
 
     def abort_at(self, seconds: float, request_id: str) -> None:
         """Schedule the abort of a request by its client, at a time in seconds."""
@@ -232,14 +239,14 @@ class Simulator(Backend[SimReplica]):
 
     def on_arrival(self, payload: RequestSpec | Acceptance) -> None:
         """See `Backend`."""
-        if self._driver.now > self._horizon:
-            return
         if isinstance(payload, Acceptance):
             spec, arrived_at, salt, reads = payload.spec, payload.arrived_at, payload.salt, payload.reads_cache
             if not payload.is_queued and (seen_at := self._next_scheduling()) > self.now:
                 self.inject(seen_at, Phase.ARRIVAL, structs.replace(payload, is_queued=True))
                 return
         else:
+            if self.now > self._horizon:
+                return
             spec, arrived_at, salt, reads = payload, None, None, True
             if not spec.parents:  # push the next arrival first: no step may be formed between arrivals of a tick
                 self._next_arrival()

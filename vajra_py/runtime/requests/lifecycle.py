@@ -228,20 +228,24 @@ class Lifecycle:
         if self._running_set.adapters is not None:
             self._running_set.adapters.release(request)
         if self.connected is None or not self.connected.keeps(request):
-            self.holding.append(request)
-        if not keeps_blocks:
-            self.release_ended()
+            if keeps_blocks:
+                self.holding.append(request)
+            else:
+                self._release_ended(request)
         self._notify_end(request, reason, detail, now)
 
     def release_ended(self) -> None:
         """Free the blocks of the ended requests in `holding`."""
-        memory = self._running_set.memory
         for request in self.holding:
-            memory.free(request, self._num_valid(request), for_good=True)
-            if self._pins is not None:
-                self._pin_ended(request, self._pins)
-            memory.forget(request)
+            self._release_ended(request)
         self.holding.clear()
+
+    def _release_ended(self, request: Request) -> None:
+        memory = self._running_set.memory
+        memory.free(request, self._num_valid(request), for_good=True)
+        if self._pins is not None:
+            self._pin_ended(request, self._pins)
+        memory.forget(request)
 
     def release_kept(self, request: Request) -> None:
         """Free the blocks of an ended request that a connector has kept."""

@@ -102,6 +102,7 @@ class Replica:
         "_connected",
         "_drafted_outputs",
         "_end_watchers",
+        "_ends_seen_in",
         "_eviction_watchers",
         "_has_drafts",
         "_inherited",
@@ -202,6 +203,8 @@ class Replica:
         self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
+        self._ends_seen_in = -1
+        """Index of the latest step after whose forming ended requests released their slots and blocks."""
         self._inherited: list[Request] = []
         """Running requests of an earlier policy, in order of admission; the present policy might never run them."""
         self.bind_policy(parts)
@@ -545,6 +548,7 @@ class Replica:
                 self._connected.step_formed(plan)
             if builder.slots_held:
                 self._see_ends()
+                self._ends_seen_in = plan.step_index
         if self._step_logs:
             changes = self.running_set.take_pool_changes()
             for log in self._step_logs:
@@ -605,14 +609,16 @@ class Replica:
 
     def num_repeats(self, plan: StepPlan) -> int:
         """Return the number of further steps that are certain to repeat this one (`Repeats.num_alike`). Return 0 if an
-        observer gets every step, if a request may move to or from this replica after this step, or if a connector
-        report may arrive.
+        observer gets every step, if a request may move to or from this replica after this step, if a connector report
+        may arrive, or if ended requests held slots and blocks while this step was formed.
         """
         # A request handed off while this step was formed may have to stay; the next step then has one more decode.
         is_awaited = self.expects_kv or self._awaits_reports or self.builder.hands_off
         # If the replica drains by migration, the requests that this step admits move to others after the step.
         moves_on = self.drains_by_migration and plan.chunks
-        return 0 if self._step_watchers or is_awaited or moves_on else self.repeats.num_alike(plan)
+        # The next step has the slots and blocks that were freed after this one was formed.
+        is_next_larger = plan.step_index == self._ends_seen_in
+        return 0 if self._step_watchers or is_awaited or moves_on or is_next_larger else self.repeats.num_alike(plan)
 
     def note_waiting(self) -> None:
         """Store the present number of waiting requests; observers get this number for repeated steps from now on."""
@@ -861,12 +867,13 @@ class Replica:
         if len(done) > 1:
             done.sort(key=lambda one: one.admitted_index)
         finished = [(one, self._end_reason(one, result)) for one in done]
+        keeps_blocks = self.parts.options.holds_ended_slots
         for request, reason in finished:
             if reason is _FAILED:
                 self.memory.withdraw_blocks(request, 0)  # otherwise requests that hit its blocks would fail too
                 if plan.pool is not None:
                     self.running_set.take_back_token(request)
-            self._finish(request, reason, now, result.failed.get(request, ""))
+            self._finish(request, reason, now, result.failed.get(request, ""), keeps_blocks=keeps_blocks)
         return finished
 
     def _append_tokens(self, tokens: Sequence[tuple[Request, int]]) -> None:
@@ -1035,15 +1042,16 @@ class Replica:
             return _STOP
         return _LENGTH if self._output_limit(request) >= request.max_tokens else _STOP
 
-    def _finish(self, request: Request, reason: EndReason, now: float, detail: str = "") -> None:
+    def _finish(
+        self, request: Request, reason: EndReason, now: float, detail: str = "", *, keeps_blocks: bool = False
+    ) -> None:
         self._output_limits.pop(request, None)
         self._to_abort.pop(request, None)
         self._over.discard(request)
         before = self.running_set.unverified.pop(request, None)
         if before is not None:  # count its unverified drafts; none becomes output
             request.add_verified(0 if before.is_padding else before.num_drafts, 0, 0)
-        held = self.parts.options.holds_ended_slots
-        self.lifecycle.finish(request, reason, now, detail, keeps_blocks=held)
+        self.lifecycle.finish(request, reason, now, detail, keeps_blocks=keeps_blocks)
         self.parts.executor.release(request)
 
     def _abort_pending(self, done: set[Request], now: float) -> list[tuple[Request, EndReason]]:
@@ -1053,7 +1061,7 @@ class Replica:
                 continue
             del self._to_abort[request]
             if request.state is _RUNNING:
-                self._finish(request, reason, now, detail)
+                self._finish(request, reason, now, detail, keeps_blocks=self.parts.options.holds_ended_slots)
             else:
                 self._output_limits.pop(request, None)
                 self.lifecycle.end_waiting(request, reason, now, detail)

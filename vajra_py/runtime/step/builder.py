@@ -169,10 +169,11 @@ class Builder(PlanDraft):
         self.policy_name = name
 
     def reset(self) -> None:
-        """Drop the state left by earlier steps (swapped bytes, held slots, dropped, loading and handed-off requests),
-        because the replica is empty.
+        """Drop the state left by earlier steps (swapped bytes, held slots, dropped, loading, handed-off and looked-up
+        requests), because the replica is empty.
         """
         self._drop_dues()
+        self._looked_at.clear()
         self.dropped, self.loads, self.handed_off = [], [], []
 
     def take_dropped(self) -> list[tuple[Request, EndReason]]:
