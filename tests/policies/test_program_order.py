@@ -57,11 +57,11 @@ def test_service_halves_with_time() -> None:
     policy = LeastAttainedService(LeastAttainedServiceConfig(half_life_s=10.0))
     call: Any = Call(Program("p"), num_prompt_tokens=100, num_output_tokens=50)
     policy.on_departures([call], 5.0)
-    assert [policy.service("p", 5.0 + 10.0 * k) for k in range(4)] == [200.0, 100.0, 50.0, 25.0]
+    assert [policy.service("program p", 5.0 + 10.0 * k) for k in range(4)] == [200.0, 100.0, 50.0, 25.0]
     policy.on_departures([call], 25.0)
-    assert policy.service("p", 25.0) == 50.0 + 200.0
+    assert policy.service("program p", 25.0) == 50.0 + 200.0
     policy.on_program_end(call.program, 25.0)
-    assert policy.service("p", 25.0) == 0.0
+    assert policy.service("program p", 25.0) == 0.0
 
 
 def test_service_is_dropped_after_an_hour_without_more() -> None:
@@ -69,9 +69,9 @@ def test_service_is_dropped_after_an_hour_without_more() -> None:
     idle, busy = (Call(Program(name), num_prompt_tokens=100, num_output_tokens=0) for name in ("idle", "busy"))
     policy.on_departures([busy, idle], 0.0)  # type: ignore[list-item]
     policy.on_departures([busy], 3600.0)  # type: ignore[list-item]
-    assert [round(policy.service(name, 3600.0)) for name in ("idle", "busy")] == [100, 200]
+    assert [round(policy.service(f"program {name}", 3600.0)) for name in ("idle", "busy")] == [100, 200]
     policy.on_departures([busy], 3601.0)  # type: ignore[list-item]
-    assert [round(policy.service(name, 3601.0)) for name in ("idle", "busy")] == [0, 300]
+    assert [round(policy.service(f"program {name}", 3601.0)) for name in ("idle", "busy")] == [0, 300]
 
 
 def test_the_score_weighs_little_service_against_a_long_wait() -> None:
@@ -80,7 +80,7 @@ def test_the_score_weighs_little_service_against_a_long_wait() -> None:
     policy.on_departures([Call(Program("old"), num_prompt_tokens=1000)], 8.0)  # type: ignore[list-item]
     policy.on_departures([Call(Program("mid"), num_prompt_tokens=495)], 8.0)  # type: ignore[list-item]
     policy.on_arrivals(list(calls.values()), 9.0)
-    scores = {name: -policy.group_key(name) for name in calls}
+    scores = {name: -policy.group_key(policy.group(call)) for name, call in calls.items()}
     assert scores["new"] == pytest.approx(0.8)
     assert scores["old"] == pytest.approx(0.2)
     assert scores["mid"] == pytest.approx(0.8 * 0.5 + 0.2 / 3)
@@ -93,7 +93,16 @@ def test_a_program_whose_only_request_was_moved_waits_again() -> None:
     policy.on_arrivals([moved, other], 0.0)  # type: ignore[list-item]
     policy.on_admission(moved, 0, 0.0)  # type: ignore[arg-type]
     policy.on_moved(moved, 0, 1, 1.0)  # type: ignore[arg-type]
-    assert [policy.group_key(name) for name in ("moved", "other")] == [-0.8, 0.0]
+    assert [policy.group_key(f"program {name}") for name in ("moved", "other")] == [-0.8, 0.0]
+
+
+def test_a_tenant_named_like_a_program_shares_nothing_with_it() -> None:
+    policy = LeastAttainedService(LeastAttainedServiceConfig())
+    call, alone, other = Call(Program("alice")), Call(tenant="alice"), Call(tenant="bob")
+    policy.on_departures([call], 0.0)  # type: ignore[list-item]
+    policy.on_arrivals([call, alone, other], 0.0)  # type: ignore[list-item]
+    keys = [policy.group_key(policy.group(one)) for one in (call, alone, other)]  # type: ignore[arg-type]
+    assert keys == [0.0, -0.8, -0.8]
 
 
 def test_a_program_that_was_served_little_overtakes_one_that_was_served_much_until_they_are_even() -> None:

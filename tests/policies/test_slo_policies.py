@@ -198,7 +198,7 @@ def test_a_decode_is_due_at_the_same_time_whenever_it_is_first_seen() -> None:
     chunks = {}
     for has_company in (True, False):
         one = Harness("fcfs", "round_robin", "slack_chunk", HarnessOptions(num_blocks=999))
-        one.submit("decode", 10, 500, tbt_slo_s=0.05, ttft_slo_s=0.1)
+        one.submit("decode", 10, 500, tbt_slo_s=0.05)
         step(one)
         if has_company:
             one.submit("company", 10, 1)
@@ -206,7 +206,7 @@ def test_a_decode_is_due_at_the_same_time_whenever_it_is_first_seen() -> None:
             step(one)
         one.submit("long", 6000, 1)
         chunks[has_company] = step(one).tokens["long"]
-    assert chunks[True] == chunks[False]
+    assert chunks[True] == chunks[False] > 1000
 
 
 def test_chunks_of_sliding_serve_are_within_their_limits() -> None:

@@ -67,9 +67,9 @@ class TokenBucket:
     """Charges each request's cost to the bucket of its tenant or SLO class (`by`), which starts full.
 
     If the bucket holds less than a request's cost, the request is refused, with the time until the bucket would hold
-    enough, or it is deferred to exactly that time if the clock reaches it. The cost of a deferred request is charged at once, so that later
-    requests wait behind it; it is returned if the request leaves before it is accepted. A request that costs more than
-    a full bucket is refused.
+    enough, or it is deferred to exactly that time. It is also refused if this time is after the end of the run's clock.
+    The cost of a deferred request is charged at once, so that later requests wait behind it; it is returned if the
+    request leaves before it is accepted. A request that costs more than a full bucket is refused.
 
     Source: token bucket as in BLIS (`token-bucket`: capacity 10000, refill 1000/s, cost in prompt tokens, refusing).
     """

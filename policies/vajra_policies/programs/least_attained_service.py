@@ -73,8 +73,8 @@ class LeastAttainedService:
         return 0.0
 
     def group(self, request: RequestView) -> str:
-        """Return the id of the request's program, or else its tenant."""
-        return _program_of(request)
+        """Return the name of the group of the request's program or, without one, of its tenant."""
+        return _group_of(request)
 
     def group_key(self, group: str) -> float:
         """Return minus the score; 0 if no request of the program waits."""
@@ -82,9 +82,9 @@ class LeastAttainedService:
             self._scores = self._scores_at(self._changed_at)
         return -self._scores.get(group, 0.0)
 
-    def service(self, program: str, now: float) -> float:
-        """Return the program's service after its decay until `now`, weighted tokens."""
-        amount, at = self._services.get(program, (0.0, now))
+    def service(self, group: str, now: float) -> float:
+        """Return the service of a program's or tenant's group after its decay until `now`, weighted tokens."""
+        amount, at = self._services.get(group, (0.0, now))
         left: float = amount * 0.5 ** ((now - at) / self._config.half_life_s)
         return left
 
@@ -119,7 +119,7 @@ class LeastAttainedService:
                 cost = (
                     config.input_weight * request.num_prompt_tokens + config.output_weight * request.num_output_tokens
                 )
-                program = _program_of(request)
+                program = _group_of(request)
                 service = self.service(program, now) + cost
                 self._services.pop(program, None)
                 self._services[program] = service, now
@@ -129,13 +129,13 @@ class LeastAttainedService:
 
     def on_program_end(self, program: ProgramView, now: float) -> None:
         """Forget the program."""
-        self._services.pop(program.program_id, None)
+        self._services.pop(_group_of_program(program.program_id), None)
 
     def _wait(self, request: RequestView) -> None:
-        self._waiting.setdefault(_program_of(request), {})[request] = None
+        self._waiting.setdefault(_group_of(request), {})[request] = None
 
     def _leave(self, request: RequestView) -> None:
-        program = _program_of(request)
+        program = _group_of(request)
         members = self._waiting.get(program, {})
         members.pop(request, None)
         if not members:
@@ -162,8 +162,12 @@ def _normalised(values: dict[str, float]) -> dict[str, float]:
     return {name: (value - least) / span if span > 0 else 0.0 for name, value in values.items()}
 
 
-def _program_of(request: RequestView) -> str:
-    return request.program_id or request.tenant
+def _group_of(request: RequestView) -> str:
+    return _group_of_program(request.program_id) if request.program_id else f"tenant {request.tenant}"
+
+
+def _group_of_program(program_id: str) -> str:
+    return f"program {program_id}"
 
 
 def _build(config: LeastAttainedServiceConfig, context: PolicyContext) -> LeastAttainedService:

@@ -165,8 +165,7 @@ class Replica:
         if self._has_drafts:
             self.builder.use_drafts(parts.executor)
             self.lifecycle.keeps_as_cached = self._publishes_late
-        self.num_steps = 0
-        self.num_in_flight = 0
+        self.num_steps = self.num_in_flight = 0
         self.has_tiers = parts.memory.tiers is not None
         """True if there are memory tiers below the device."""
         self._connected: ConnectedKv | None = None
@@ -203,8 +202,7 @@ class Replica:
         self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
-        self._ends_seen_in = -1
-        """Index of the latest step after whose forming ended requests released their slots and blocks."""
+        self._ends_seen_in = -1  # index of the latest step after whose forming ended requests released their blocks
         self._inherited: list[Request] = []
         """Running requests of an earlier policy, in order of admission; the present policy might never run them."""
         self.bind_policy(parts)
