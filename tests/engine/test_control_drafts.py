@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.fake_runner import expected_output
+from tests.engine.fake_runner import FakeRunner, expected_output
 from tests.engine.test_control_replay import SESSIONS, SINGLES, layers, run_it, settings
 from vajra_py.config import config_from_mapping
 from vajra_py.engine.build import Engine
@@ -120,6 +120,34 @@ def test_a_real_model_gives_the_same_tokens(tiny_model: Path, monkeypatch: pytes
     assert outputs({"num_tokens": 4}) == plain
     assert sum(accepted for _, accepted in counted) > 10
     assert sum(proposed - accepted for proposed, accepted in counted) > 10
+
+
+def _drawn(count: int) -> int:
+    """The output token with this number: it repeats, so that drafts are accepted, and now and then it does not."""
+    return 8 + (count % 4 if count % 7 else count)
+
+
+class _Counting(FakeRunner):
+    """A runner whose tokens depend on the number of output tokens, as the random numbers of a sampler do."""
+
+    def _sample(self, row: Any, token_ids: Sequence[int], start: int, samples: bool = True) -> int:
+        token = super()._sample(row, token_ids, start, samples)
+        if samples:
+            row.last = token = _drawn(row.num_output)
+        return token
+
+
+def test_a_preempted_request_goes_on_at_the_right_place_of_its_random_stream(hollow_model: Path) -> None:
+    from vajra_py import LLM
+
+    memory = {"num_blocks": 12, "block_size": 8, "reservation": "incremental"}
+    sizes = {"replica": {"max_model_len": 80, "memory": memory, "draft": {"num_tokens": 4}}}
+    sizes["backend"] = {"engine": {"random_weights": True, "ngram": {"min_tokens": 1, "max_tokens": 3}}}
+    with LLM(hollow_model, sizes, load=_Counting) as llm:
+        outputs = llm.generate([[1, 2, number] for number in range(6)], SamplingParams(max_tokens=40, ignore_eos=True))
+    assert sum(output.metrics.num_preemptions for output in outputs) > 3
+    for output in outputs:
+        assert output.token_ids == list(map(_drawn, range(1, 41)))
 
 
 def test_what_is_looked_up() -> None:

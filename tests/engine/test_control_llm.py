@@ -99,6 +99,9 @@ def test_log_probabilities_are_those_of_the_tokens(llm: LLM) -> None:
         ([1.5], {}, "neither text nor token ids"),
         (None, {}, "neither text nor token ids"),
         (1.5, {}, "neither text nor token ids"),
+        (b"hi", {}, r"prompts\[0\]: is neither text nor token ids \(bytes\)"),
+        ({1: 2}, {}, r"neither text nor token ids \(dict\)"),
+        ({1, 2}, {}, r"neither text nor token ids \(set\)"),
         ([1], {"temperature": -0.1}, "temperature: is out of range"),
         ([1], {"temperature": float("nan")}, "temperature: is out of range"),
         ([1], {"top_p": 0.0}, "top_p: is out of range"),
@@ -110,6 +113,7 @@ def test_log_probabilities_are_those_of_the_tokens(llm: LLM) -> None:
         ([1], {"frequency_penalty": 2.5}, "frequency_penalty: is out of range"),
         ([1], {"logprobs": -1}, "logprobs: is out of range"),
         ([1], {"seed": -3}, "seed: is out of range"),
+        ([1], {"seed": "7"}, "seed: is out of range"),
         ([1], {"stop": ("",)}, "stop: has an empty string"),
         ([1], {"stop": ("a",)}, "stop: needs a tokenizer"),
         ([1], {"stop": "The end"}, r"stop: is not a list \('The end'\)\. Allowed: a list or tuple of strings"),
@@ -128,6 +132,46 @@ def test_bad_input_is_one_clear_line(llm: LLM, prompt: Any, params: dict[str, An
         llm.generate([prompt], SamplingParams(**params))
     assert len(caught.value.problems) == 1
     assert llm.generate([1], SamplingParams(max_tokens=2))[0].token_ids == expected_output([1], 2)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "changed", "message"),
+    [
+        ({"prompt": "hi"}, {}, r"prompts\[0\]: is neither text nor token ids \(dict\)"),
+        ({"hi", "there"}, {}, r"prompts\[0\]: is neither text nor token ids \(set\)"),
+        (b"hi", {}, r"prompts\[0\]: is neither text nor token ids \(bytes\)"),
+        ([[1]], {"params": {"max_tokens": 3}}, r"sampling: are no sampling parameters .* Allowed: SamplingParams"),
+        ([[1]], {"params": [None]}, r"sampling: are no sampling parameters \(None\)"),
+        ([[1]], {"n": "2"}, r"n: is out of range \('2'\)"),
+        ([[1]], {"facts": {"adapter": ""}}, "facts: are no facts .* Allowed: StatedFacts, or None"),
+    ],
+)
+def test_a_value_of_another_type_is_one_clear_line(
+    llm: LLM, prompts: Any, changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        llm.generate(prompts, **changed)
+
+
+def test_prompts_may_come_from_any_iterable(llm: LLM) -> None:
+    given: Any = (prompt for prompt in PROMPTS)
+    outputs = llm.generate(given, SamplingParams(max_tokens=2))
+    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+
+
+@pytest.mark.parametrize("messages", ["hello", ["hello"], {"role": "user", "content": "hello"}, None])
+def test_messages_are_a_list_of_mappings(llm: LLM, messages: Any) -> None:
+    words: Any = Words()
+    assert llm.engine is not None
+    llm._requests = RequestMaker(llm.engine, words)
+    with pytest.raises(ConfigError, match=r"messages: are no list of mappings \(.*Allowed: a list of mappings with"):
+        llm.chat(messages)
+
+
+def test_a_layer_of_another_type_is_one_clear_line(llm: LLM) -> None:
+    layer: Any = ["request_prioritizer"]
+    with pytest.raises(ConfigError, match="layer: there is no such layer"):
+        llm.swap_policy(layer, "fcfs")
 
 
 def test_lists_are_as_good_as_tuples(llm: LLM) -> None:
@@ -159,6 +203,34 @@ def test_a_duration_that_no_clock_holds_ends_its_own_call_alone(llm: LLM, second
         with pytest.raises(ConfigError, match=f"facts.{name}: {allowed}"):
             llm.generate([1], facts=StatedFacts(**{name: seconds}))
     (output,) = llm.generate([1], SamplingParams(max_tokens=2), facts=StatedFacts(expires_after_s=LAST_S))
+    assert output.token_ids == expected_output([1], 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("priority", "high", r"is out of range \('high'\)\. Allowed: a whole number from -2147483648 to 2147483647"),
+        ("priority", float("nan"), "is out of range"),
+        ("priority", None, "is out of range"),
+        ("priority", True, "is out of range"),
+        ("priority", 10**400, "is out of range"),
+        ("tenant", ["x"], r"is no text \(\['x'\]\)\. Allowed: a text of whole characters"),
+        ("session_id", "\ud800", "is no text"),
+        ("program_id", None, "is no text"),
+        ("parent_calls", 5, r"is no list of texts \(5\)"),
+        ("parent_calls", "call", "is no list of texts"),
+        ("parent_calls", ("call", 5), "is no list of texts"),
+        ("num_program_calls", "3", "Allowed: a whole number from 1 to 2147483647, or None"),
+        ("num_program_calls", 0, "is out of range"),
+        ("is_last_call", "no", "is neither True nor False"),
+    ],
+)
+def test_a_fact_of_another_kind_ends_its_own_call_alone(llm: LLM, name: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"facts\.{name}: .*{message}"):
+        llm.generate([1], facts=StatedFacts(**{name: value}))
+    parents: Any = ["call"]
+    stated = StatedFacts(priority=-1, tenant="x", program_id="p", parent_calls=parents, num_program_calls=1)
+    (output,) = llm.generate([1], SamplingParams(max_tokens=2), facts=stated)
     assert output.token_ids == expected_output([1], 2)
 
 
@@ -399,7 +471,14 @@ def test_a_step_is_detokenized_in_one_call_of_the_tokenizer() -> None:
         ("hello world", ("xyz", "world"), 0, "hello ", "world"),
         ("hello", ("lol", "lo!"), 0, "hello", None),
         ("aab aab!", ("aab!",), 0, "aab ", "aab!"),
-        ("one. two.", (".",), 5, "one. two", "."),
+        ("one. two.", (".",), 3, "one", "."),
+        (
+            "one. two.",
+            (".",),
+            4,
+            "one. two",
+            ".",
+        ),  # as in vLLM, a stop string ends behind the first `min_tokens` tokens
         ("ab", ("b", "ab"), 0, "", "ab"),
     ],
 )

@@ -77,7 +77,7 @@ def test_text_ends_before_the_first_stop_and_nothing_shown_is_taken_back(
         assert min_tokens or not any(stop in text for stop in stops)
         return
     assert final + str(output.stopped_by) == complete[: len(final) + len(str(output.stopped_by))]
-    assert len(output.token_ids) >= min_tokens
+    assert len(output.token_ids) > min_tokens or not min_tokens
     if not min_tokens:
         count = len(output.token_ids) - 1
         while not by_pieces and not ends_whole(pieces[:count]):  # windows wait for whole characters

@@ -117,7 +117,8 @@ class AsyncLLM(EngineClient):
         request cannot be served, `VajraError` if the engine ends. Leaving the iteration early (`break`, cancellation)
         aborts the request.
         """
-        submission = self._requests.make(prompt, params or SamplingParams(), stated=facts)
+        params = SamplingParams() if params is None else params
+        submission = self._requests.make(prompt, params, stated=facts)
         reader = _Reader(asyncio.get_running_loop())
         submission.on_progress, submission.on_engine_end = reader.on_progress, reader.on_engine_end
         if self.failed is not None:

@@ -361,9 +361,9 @@ class EngineExecutor:
         if memory.num_groups > 1:
             groups = memory.active_groups(request, start)
             self._send_sampler(request, row, groups[-1], changes)
-        changes.chunks.append(
-            Chunk(row.slot, self._tokens(request, start, end), start, samples, followers, tuple(groups))
-        )
+        tokens = self._tokens(request, start, end)
+        count = request.num_output_tokens if samples and self._ngrams is not None else None
+        changes.chunks.append(Chunk(row.slot, tokens, start, samples, followers, tuple(groups), num_outputs=count))
         row.goes_on = samples and not self._sends_tokens
         step.entries[row.slot] = request
         if samples:

@@ -11,7 +11,6 @@ num_replicas, …) as a mapping or a YAML file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +25,7 @@ from vajra_py.engine.client import EngineClient
 from vajra_py.engine.compute import SamplingParams
 from vajra_py.engine.config import MODEL_BACKENDS
 from vajra_py.engine.outputs import Submission
-from vajra_py.engine.requests import Prompt, RequestMaker, RequestOutput, is_kind_of_token, output_of
+from vajra_py.engine.requests import Prompt, RequestMaker, RequestOutput, is_integer_kind, may_be_listed, output_of
 from vajra_py.errors import ConfigError, Problem, VajraError, did_you_mean
 from vajra_py.plugins import load_registry
 from vajra_py.runtime.serving.policy_swap import Swapped
@@ -111,7 +110,7 @@ class LLM(EngineClient):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
@@ -171,9 +170,10 @@ class LLM(EngineClient):
         n: int,
         facts: StatedFacts | Sequence[StatedFacts] | None = None,
     ) -> Iterator[Submission]:
-        if n < 1:
-            raise ConfigError(Problem("n", f"is out of range ({n})", "Allowed: 1 or more"))
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if not is_integer_kind(type(n)) or n < 1:
+            raise ConfigError(Problem("n", f"is out of range ({n!r})", "Allowed: 1 or more"))
+        one_for_all = SamplingParams() if params is None else params
+        each = list(one_for_all) if isinstance(one_for_all, Sequence) else [one_for_all] * len(prompts)
         if len(each) != len(prompts):
             message = f"are not one for each prompt ({len(each)} for {len(prompts)})"
             raise ConfigError(Problem("sampling parameters", message, "Allowed: one for all, or one for each"))
@@ -185,9 +185,8 @@ class LLM(EngineClient):
         made: list[Submission] = []
         for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
             for turn in range(n):
-                seeded = one if one.seed is None else replace(one, seed=one.seed + turn)
                 try:
-                    made.append(self._requests.make(prompt, seeded, f"prompts[{index}]", stated[index]))
+                    made.append(self._requests.make(prompt, one, f"prompts[{index}]", stated[index], turn))
                 except ConfigError as error:
                     problems |= {str(problem): problem for problem in error.problems}
         if problems:
@@ -211,21 +210,18 @@ class LLM(EngineClient):
 
 def layer_of(layer: Layer | str) -> Layer:
     """Return the layer with this name in settings. Raises `ConfigError`."""
+    given: object = layer  # typed as `object`, since a caller may pass any type despite the annotation
+    if isinstance(given, Layer):
+        return given
     names = {one.value: one for one in Layer}
-    if isinstance(layer, Layer):
-        return layer
-    if layer not in names:
-        raise ConfigError(Problem("layer", f"there is no such layer ({layer!r})", did_you_mean(str(layer), names)))
-    return names[layer]
+    if not isinstance(given, str) or given not in names:
+        raise ConfigError(Problem("layer", f"there is no such layer ({given!r})", did_you_mean(str(given), names)))
+    return names[given]
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return a list of prompts; a single prompt becomes a list of one."""
-    given: object = prompts
-    if (
-        not isinstance(given, Iterable)
-        or isinstance(given, str)
-        or (len(prompts) and is_kind_of_token(type(prompts[0])))
-    ):
+def _listed(prompts: Prompt | Iterable[Prompt]) -> Sequence[Prompt]:
+    """Return a list of prompts; a single prompt, or what is no prompt, becomes a list of one."""
+    if not may_be_listed(prompts):
         return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
+    each: list[Any] = list(prompts)
+    return [each] if each and is_integer_kind(type(each[0])) else each

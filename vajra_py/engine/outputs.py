@@ -101,7 +101,8 @@ class OutputBuffer:
         if self._search is None:
             self._text += text
             return
-        shown, found = self._search.push(text, may_stop=len(self.token_ids) >= self.sampling.min_tokens)
+        least = self.sampling.min_tokens  # as in vLLM, the token with this number cannot complete a stop string
+        shown, found = self._search.push(text, may_stop=not least or len(self.token_ids) > least)
         self._text += shown
         if found is not None:
             self.stopped_by = found

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
-from vajra_py.contract.facts import FACTS, FactKind, StatedFacts
+from vajra_py.contract.facts import FACTS, INTEGER_LIMITS, Fact, FactKind, StatedFacts
 from vajra_py.contract.latency import LAST_S
 from vajra_py.engine.compute.interface import SamplingParams
 from vajra_py.engine.stop_strings import MAX_ALL_STOP_CHARACTERS, MAX_STOP_CHARACTERS
@@ -54,14 +54,10 @@ _RANGES = (
     _Range("frequency_penalty", -2.0, 2.0, "Allowed: -2 to 2"),
     _Range("repetition_penalty", SMALLEST, LARGEST, f"Allowed: above 0 ({_POSITIVE})"),
 )
-_DURATIONS = tuple(
-    _Range(fact.name, 0.0, LAST_S, f"Allowed: 0 to {LAST_S:,} s, or None")
-    for fact in FACTS
-    if fact.kind is FactKind.DURATION
-)
 
 
-def _is_list(value: object) -> bool:
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Return True for a list, a tuple and other sequences; False for a text and for bytes."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
@@ -69,9 +65,9 @@ _LISTS: Mapping[str, tuple[str, Callable[[Any], bool] | None]] = {
     "stop": ("strings", lambda entry: isinstance(entry, str)),
     "stop_token_ids": ("tokens", None),
     "allowed_token_ids": ("tokens", None),
-    "logit_bias": ("pairs of a token and a number", lambda entry: _is_list(entry) and len(entry) == 2),
+    "logit_bias": ("pairs of a token and a number", lambda entry: is_list(entry) and len(entry) == 2),
     "bad_words": ("strings", None),
-    "bad_words_token_ids": ("sequences of tokens", _is_list),
+    "bad_words_token_ids": ("sequences of tokens", is_list),
 }
 """For each parameter with several entries: what the entries are, and a check of one entry's type; None: `check_sampling`
 checks the entries.
@@ -81,8 +77,12 @@ checks the entries.
 def with_tuples(params: SamplingParams, where: str = "sampling") -> SamplingParams:
     """Return the parameters with a tuple in place of every list.
 
-    Raises `ConfigError` if a parameter that takes several entries is not a list, or if an entry has a wrong type.
+    Raises `ConfigError` if these are no `SamplingParams`, if a parameter that takes several entries is not a list, or
+    if an entry has a wrong type.
     """
+    given: object = params  # typed as `object`, since a caller may pass any type despite the annotation
+    if not isinstance(given, SamplingParams):
+        raise ConfigError(Problem(where, f"are no sampling parameters ({_shown(given)})", "Allowed: SamplingParams"))
     problems: list[Problem] = []
     tuples: dict[str, Any] = {}
     for name, (entries, is_entry) in _LISTS.items():
@@ -90,14 +90,14 @@ def with_tuples(params: SamplingParams, where: str = "sampling") -> SamplingPara
         if value is None and name == "allowed_token_ids":
             continue
         allowed = f"Allowed: a list or tuple of {entries}"
-        if not _is_list(value) and not isinstance(value, Set):
+        if not is_list(value) and not isinstance(value, Set):
             problems.append(Problem(f"{where}.{name}", f"is not a list ({_shown(value)})", allowed))
             continue
         wrong = [_shown(entry) for entry in value if is_entry is not None and not is_entry(entry)]
         if wrong:
             message = f"has entries of another type ({', '.join(wrong[:5])})"
             problems.append(Problem(f"{where}.{name}", message, allowed))
-        as_tuple = tuple(tuple(entry) if _is_list(entry) else entry for entry in value)
+        as_tuple = tuple(tuple(entry) if is_list(entry) else entry for entry in value)
         if as_tuple != value:
             tuples[name] = as_tuple
     if problems:
@@ -134,15 +134,63 @@ def check_backend(params: SamplingParams, kind: str, where: str = "sampling") ->
         )
 
 
-def check_facts(stated: StatedFacts, where: str = "facts") -> None:
-    """Raise a `ConfigError` that lists all durations that the clock cannot represent, if there are any."""
-    given = [limits for limits in _DURATIONS if getattr(stated, limits.name) is not None]
-    problems = [problem for limits in given for problem in _out_of_range(stated, limits, where)]
+def checked_facts(stated: StatedFacts, where: str = "facts") -> dict[str, Any]:
+    """Return the facts by name, with a tuple in place of every list.
+
+    Raises a `ConfigError` that lists all facts with a wrong type or a number out of range, if there are any.
+    """
+    given: object = stated  # typed as `object`, since a caller may pass any type despite the annotation
+    if not isinstance(given, StatedFacts):
+        raise ConfigError(Problem(where, f"are no facts ({_shown(given)})", "Allowed: StatedFacts, or None"))
+    facts = {fact.name: getattr(given, fact.name) for fact in FACTS}
+    problems = [problem for fact in FACTS for problem in _wrong_fact(fact, facts[fact.name], where)]
     if problems:
         raise ConfigError(problems)
+    return {name: tuple(value) if is_list(value) else value for name, value in facts.items()}
 
 
-def _out_of_range(values: SamplingParams | StatedFacts, limits: _Range, where: str) -> list[Problem]:
+def _wrong_fact(fact: Fact, value: object, where: str) -> list[Problem]:
+    """Return a problem if the value is not one of the fact's kind, else nothing."""
+    if value is None and fact.is_optional:
+        return []
+    is_right, wrong, allowed = _FACT_RULES[fact.name]
+    if is_right(value):
+        return []
+    or_none = ", or None" if fact.is_optional else ""
+    return [Problem(f"{where}.{fact.name}", f"{wrong} ({_shown(value)})", f"Allowed: {allowed}{or_none}")]
+
+
+def _fact_rule(fact: Fact) -> tuple[Callable[[object], bool], str, str]:
+    """Return a check of the fact's values other than None, what is wrong with other values, and what is allowed."""
+    match fact.kind:
+        case FactKind.TEXT:
+            return _is_text, "is no text", "a text of whole characters"
+        case FactKind.TEXTS:
+            return _are_texts, "is no list of texts", "a list or tuple of texts of whole characters"
+        case FactKind.FLAG:
+            return lambda value: isinstance(value, bool), "is neither True nor False", "True or False"
+        case FactKind.INTEGER:
+            low, high = INTEGER_LIMITS if fact.least is None else (fact.least, INTEGER_LIMITS[1])
+            numbers = _Range(fact.name, low, high, f"a whole number from {low} to {high}")
+            return lambda value: _is_whole(value) and numbers.holds(value), "is out of range", numbers.allowed
+        case FactKind.DURATION:
+            return _Range(fact.name, 0.0, LAST_S, "").holds, "is out of range", f"0 to {LAST_S:,} s"
+        case FactKind.NUMBER:
+            return _Range(fact.name, -LARGEST, LARGEST, "").holds, "is out of range", f"-{LARGEST:.3g} to {LARGEST:.3g}"
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and is_encodable(value)
+
+
+def _are_texts(value: object) -> bool:
+    return is_list(value) and all(map(_is_text, value))
+
+
+_FACT_RULES = {fact.name: _fact_rule(fact) for fact in FACTS}
+
+
+def _out_of_range(values: SamplingParams, limits: _Range, where: str) -> list[Problem]:
     value = getattr(values, limits.name)
     if limits.holds(value):
         return []

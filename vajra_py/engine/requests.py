@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import count
 from numbers import Integral
 from pathlib import Path
 from typing import Self, TypeAlias
 
-from vajra_py.contract.facts import FACTS, StatedFacts
+from vajra_py.contract.facts import StatedFacts
 from vajra_py.contract.observer import EndReason
 from vajra_py.engine.build import Engine
 from vajra_py.engine.compute import SamplingParams, TokenLogprobs
 from vajra_py.engine.outputs import Submission
-from vajra_py.engine.params import check_backend, check_facts, check_prompt, check_sampling, with_tuples
+from vajra_py.engine.params import check_backend, check_prompt, check_sampling, checked_facts, is_list, with_tuples
 from vajra_py.engine.prompts import request_seed
 from vajra_py.engine.tokenizer import HubTokenizer, Tokenizer, has_tokenizer, text_stream, with_bad_words
 from vajra_py.errors import ConfigError, Problem
@@ -146,20 +146,28 @@ class RequestMaker:
         self._numbers = count()
 
     def make(
-        self, prompt: Prompt, params: SamplingParams, where: str = "prompt", stated: StatedFacts | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        where: str = "prompt",
+        stated: StatedFacts | None = None,
+        turn: int = 0,
     ) -> Submission:
-        """Create one submission; `stated`: facts of the request other than its lengths. Raises `ConfigError`."""
+        """Create one submission. Raises `ConfigError`.
+
+        `stated`: facts of the request other than its lengths. `turn`: number that is added to a stated seed.
+        """
         engine, tokenizer = self._engine, self._tokenizer
         params = with_tuples(params)
         check_sampling(params, "sampling", engine.vocab_size)
-        if stated is not None:
-            check_facts(stated)
+        if turn and params.seed is not None:
+            params = replace(params, seed=params.seed + turn)
+        given = {} if stated is None else checked_facts(stated)
         if params.bad_words:
             params = with_bad_words(params, tokenizer)
         if params.stop and tokenizer is None:
             raise ConfigError(Problem("sampling.stop", "needs a tokenizer, and the model has none"))
         tokens = self._tokens(prompt, where)
-        given = {} if stated is None else {fact.name: getattr(stated, fact.name) for fact in FACTS}
         facts = RequestFacts(f"request-{next(self._numbers)}", len(tokens), params.max_tokens, **given)
         replicaset = engine.controller.select(facts)
         room = check_prompt(tokens, engine.prompt_limits_of(replicaset), where)
@@ -170,6 +178,10 @@ class RequestMaker:
 
     def chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
         """Return the prompt tokens of a conversation. Raises `ConfigError`."""
+        given: object = messages
+        if not is_list(given) or not all(isinstance(one, Mapping) for one in given):
+            allowed = "Allowed: a list of mappings with `role` and `content`"
+            raise ConfigError(Problem("messages", f"are no list of mappings ({type(given).__name__})", allowed))
         if self._tokenizer is None:
             raise ConfigError(Problem("messages", "need a tokenizer, and the model has none", "Give token ids"))
         text = self._tokenizer.render_chat(messages)
@@ -178,10 +190,11 @@ class RequestMaker:
 
     def _tokens(self, prompt: Prompt, where: str) -> Sequence[int]:
         if not isinstance(prompt, str):
-            given: object = prompt
-            if not isinstance(given, Iterable) or not all(map(is_kind_of_token, set(map(type, given)))):
-                raise ConfigError(Problem(where, "is neither text nor token ids", "Allowed: str, or a list of int"))
-            return list(map(int, prompt))
+            token_ids = list(prompt) if may_be_listed(prompt) else None
+            if token_ids is None or not all(map(is_integer_kind, set(map(type, token_ids)))):
+                message = f"is neither text nor token ids ({type(prompt).__name__})"
+                raise ConfigError(Problem(where, message, "Allowed: str, or a list of int"))
+            return list(map(int, token_ids))
         if self._tokenizer is None:
             raise ConfigError(Problem(where, "is text, and the model has no tokenizer", "Give token ids"))
         if not prompt:
@@ -196,6 +209,11 @@ def _check_text(text: str, where: str) -> None:
         raise ConfigError(Problem(where, message, "Allowed: text of whole characters"))
 
 
-def is_kind_of_token(kind: type) -> bool:
-    """Return True if values of this type may be token ids."""
+def may_be_listed(prompts: object) -> bool:
+    """Return True if this may be a list of token ids or of prompts; False for a text, bytes, a mapping and a set."""
+    return isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | bytearray | Mapping | Set)
+
+
+def is_integer_kind(kind: type) -> bool:
+    """Return True if values of this type are integers."""
     return issubclass(kind, Integral) and not issubclass(kind, bool)

@@ -133,8 +133,8 @@ class Chunk:
         num_drafts: number of drafts at the end of `token_ids`. A token is sampled from the logits of each draft and of
             the token before the first draft. Only for requests without penalties, constraints on tokens, `min_tokens`
             and `logprobs`.
-        num_outputs: number of output tokens so far, if drafts may have been rejected in the request's last step; None:
-            as many as the worker has counted.
+        num_outputs: number of output tokens so far, if an earlier step may have had drafts of the request; None: as
+            many as the worker has counted. The worker does not count accepted drafts.
     """
 
     slot: int
