@@ -226,7 +226,7 @@ schedulingProfiles:
         "epp.yaml:10: plugins.5.type: is missing.",
         "epp.yaml:11: plugins.6: must be a mapping (got 7). Keys: name, type, parameters.",
         "epp.yaml:12: schedulingProfile: unknown key. Did you mean 'schedulingProfiles'?",
-        "epp.yaml:16: schedulingProfiles.0.plugins.0.weight: must be a number (got 'high').",
+        "epp.yaml:16: schedulingProfiles.0.plugins.0.weight: must be a finite number (got 'high').",
         "epp.yaml:17: schedulingProfiles.0.plugins.1.pluginRef: names no plug-in of the file (got 'queue-scorers'). Did you mean",
         "epp.yaml:18: schedulingProfiles.0.plugins.2.ref: unknown key. Allowed: pluginRef, weight.",
         "epp.yaml:18: schedulingProfiles.0.plugins.2.pluginRef: is missing.",
@@ -239,6 +239,8 @@ schedulingProfiles:
 
 
 TWO = "schedulingProfiles: [{name: a, plugins: [{pluginRef: queue-scorer}]}, {name: b, plugins: [{pluginRef: queue-scorer}]}]"
+
+ONE = "schedulingProfiles: [{name: a, plugins: [{pluginRef: queue-scorer, weight: %s}]}]"
 
 
 @pytest.mark.parametrize(
@@ -269,6 +271,31 @@ TWO = "schedulingProfiles: [{name: a, plugins: [{pluginRef: queue-scorer}]}, {na
             "plugins: [{type: max-score-picker}, {type: random-picker}, {type: queue-scorer}]\nschedulingProfiles: [{name: a, "
             "plugins: [{pluginRef: max-score-picker}, {pluginRef: random-picker}]}]",
             "is a second picker of the profile (got 'random-picker')",
+        ),
+        (
+            "plugins: [{type: disagg-profile-handler, parameters: {profiles: [decode, prefill]}}]",
+            "parameters.profiles: must be a mapping (got a list of 2)",
+        ),
+        (
+            "plugins: [{type: disagg-profile-handler, parameters: {deciders: always}}]",
+            "parameters.deciders: must be a mapping (got 'always')",
+        ),
+        (
+            "plugins: [{type: disagg-profile-handler, parameters: {profiles: {decode: [d]}}}]",
+            "parameters.profiles.decode: must be a name (got a list of 1)",
+        ),
+        (
+            "plugins: [{type: disagg-profile-handler, parameters: {profiles: {decoding: d}}}]",
+            "parameters.profiles.decoding: unknown key",
+        ),
+        ("plugins: [{type: disagg-profile-handler, parameters: {foo: 3}}]", "parameters.foo: unknown key"),
+        (
+            "plugins: [{type: prefix-cache-scorer, parameters: {prefixMatchInfoProducerName: [1]}}]",
+            "prefixMatchInfoProducerName: must be a name (got a list of 1)",
+        ),
+        *(
+            (f"plugins: [{{type: queue-scorer}}]\n{ONE % weight}", "weight: must be a finite number")
+            for weight in (".nan", ".inf", "1e400", f"1{'0' * 400}")
         ),
         ("plugins: [{type: queue-scorer, parameters: 3}]", "parameters: must be a mapping (got 3)"),
         (

@@ -29,8 +29,10 @@ from vajra_py.contract import (
 class ChameleonConfig(FixedChunkConfig, LengthConfig):
     """Parameters of `chameleon`."""
 
-    prompt_weight: float = Field(0.4, ge=0, description="A: weight of the prompt in a request's size.")
-    output_weight: float = Field(0.6, ge=0, description="B: weight of the predicted output in a request's size.")
+    prompt_weight: float = Field(0.4, ge=0, le=1e9, description="A: weight of the prompt in a request's size.")
+    output_weight: float = Field(
+        0.6, ge=0, le=1e9, description="B: weight of the predicted output in a request's size."
+    )
     most_queues: int = Field(4, ge=1, description="K: most queues.")
     refresh_s: float = Field(
         300.0,

@@ -20,9 +20,11 @@ class TokenCostConfig(PolicyConfig):
     """Parameters of the service charged to a tenant."""
 
     prompt_weight: float = Field(
-        1.0, ge=0, description="Charge for a prompt token (w_p), when its request is admitted."
+        1.0, ge=0, le=1e9, description="Charge for a prompt token (w_p), when its request is admitted."
     )
-    output_weight: float = Field(2.0, ge=0, description="Charge for a generated token (w_q), when it is generated.")
+    output_weight: float = Field(
+        2.0, ge=0, le=1e9, description="Charge for a generated token (w_q), when it is generated."
+    )
     tenant_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,
         description=("Share of each tenant relative to other tenants (f_u); 1 for tenants that are not listed."),

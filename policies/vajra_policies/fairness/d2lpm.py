@@ -15,7 +15,7 @@ from vajra_py.contract import Layer, PolicyContext, PolicySpec, ReplicaId, Repli
 class D2lpmConfig(QuantumConfig):
     """Parameters of `d2lpm`."""
 
-    output_weight: float = Field(1.0, ge=0, description="Charge for a generated token, when its request ends.")
+    output_weight: float = Field(1.0, ge=0, le=1e9, description="Charge for a generated token, when its request ends.")
 
 
 class D2lpm(BindsOnArrival):

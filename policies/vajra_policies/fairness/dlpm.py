@@ -23,7 +23,7 @@ from vajra_py.contract import (
 class DlpmConfig(QuantumConfig):
     """Parameters of `dlpm`."""
 
-    output_weight: float = Field(1.0, ge=0, description="Charge for a generated token, when it is generated.")
+    output_weight: float = Field(1.0, ge=0, le=1e9, description="Charge for a generated token, when it is generated.")
 
 
 class Dlpm:

@@ -26,7 +26,7 @@ class EquinoxConfig(LengthConfig):
 
     user_share: float = Field(0.7, ge=0, le=1, description="Weight of the user's counter (alpha).")
     output_weight: float = Field(
-        4.0, ge=0, description="Ratio of the charge for an output token to the charge for a prompt token."
+        4.0, ge=0, le=1e9, description="Ratio of the charge for an output token to the charge for a prompt token."
     )
     patience_s: float = Field(
         10.0, gt=0, description="Wait for admission that halves the value of a request to its user, seconds."

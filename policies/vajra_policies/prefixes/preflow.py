@@ -13,7 +13,7 @@ class PreflowConfig(PolicyConfig):
     """Parameters of `preflow`."""
 
     doubling_s: float = Field(
-        10.0, gt=0, description="Waiting time after which a request's priority has doubled (D), seconds."
+        10.0, ge=1e-6, description="Waiting time after which a request's priority has doubled (D), seconds."
     )
 
 

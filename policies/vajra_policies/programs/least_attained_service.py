@@ -31,10 +31,10 @@ class LeastAttainedServiceConfig(PolicyConfig):
     head_wait_weight: float = Field(0.2, ge=0, description="Weight of the wait of a program's first request (w_h).")
     half_life_s: float = Field(60.0, gt=0, description="Time in which attained service halves, seconds.")
     input_weight: float = Field(
-        1.0, ge=0, description=("Service that an ended request counts for each of its prompt tokens.")
+        1.0, ge=0, le=1e9, description=("Service that an ended request counts for each of its prompt tokens.")
     )
     output_weight: float = Field(
-        2.0, ge=0, description=("Service that an ended request counts for each token that it generated.")
+        2.0, ge=0, le=1e9, description=("Service that an ended request counts for each token that it generated.")
     )
 
 

@@ -26,6 +26,7 @@ class SizeConfig(LengthConfig):
     prompt_weight: float = Field(
         0.01,
         ge=0,
+        le=1e9,
         description="Number of output tokens that a prompt token counts for, by its share of a decode's time.",
     )
 

@@ -30,7 +30,9 @@ class JitserveConfig(LengthConfig):
     estimate: Literal["mean", "p50", "p90"] = Field(
         "p90", description="Statistic of a predicted length that is used; the paper takes an upper quantile."
     )
-    output_weight: float = Field(8.0, ge=0, description="Reward of an output token over that of a prompt token (w).")
+    output_weight: float = Field(
+        8.0, ge=0, le=1e9, description="Reward of an output token over that of a prompt token (w)."
+    )
     lateness_power: float = Field(
         1.0, gt=0, description="Power of the ratio by which the reward of a late request falls (k)."
     )
