@@ -265,6 +265,13 @@ def test_nonsense_names_the_policy_and_the_request(answer: Any, complaint: str) 
     assert (raised.value.policy, raised.value.request_id) == ("Scripted", "r0")
 
 
+def test_the_time_of_a_deferral_may_be_a_small_numpy_number() -> None:
+    until: Any = np.int8(1)
+    tried = harness(lambda request, replicasets, now: Defer(until) if now < 1 else ACCEPT)
+    tried.run(specs(0.25))
+    assert tried.admission.asked == [("r0", 0.25), ("r0", 1.0)]
+
+
 def test_an_exception_of_the_policy_is_its_own() -> None:
     with pytest.raises(PolicyError, match="ZeroDivisionError") as raised:
         harness(lambda *_: 1 // 0).run(specs(0.0))  # type: ignore[arg-type,return-value]

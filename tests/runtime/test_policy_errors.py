@@ -113,6 +113,17 @@ def test_a_wrong_answer_is_blamed_on_the_method_that_gave_it() -> None:
         harness.submit("a", 10, 3)
 
 
+@pytest.mark.parametrize("answer", [False, True, 0])
+def test_a_refusal_that_is_no_text_is_no_refusal(answer: Any) -> None:
+    class Doubting(PlainChunks):
+        def refuses(self, request: Any, replica: Any, now: float) -> Any:
+            return answer
+
+    harness = Harness(ByArrival(), InTurn(), Doubting())
+    with pytest.raises(PolicyError, match=rf"^policy Doubting, request a: refuses\(\) is .*got {answer}.* in refuses"):
+        harness.submit("a", 10, 3)
+
+
 def test_the_replica_is_named() -> None:
     harness = Harness(ByArrival(), InTurn(), Scheduling())
     harness.submit("a", 10, 3)

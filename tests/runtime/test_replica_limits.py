@@ -36,6 +36,14 @@ def test_what_groups_cannot_do_is_refused(group_tokens: int, prefix_cache: bool,
     limits(prefix_cache, kv_parallel={"groups": 1, "group_tokens": group_tokens})
 
 
+def test_a_request_may_not_have_more_tokens_in_a_group_than_fit() -> None:
+    assert limits(kv_parallel={"groups": 2, "group_tokens": 96}).kv_group_tokens == 96
+    with pytest.raises(
+        ConfigError, match=r"kv_parallel\.group_tokens: is more than .* \(got 112\)\. Allowed: at most 96"
+    ):
+        limits(kv_parallel={"groups": 2, "group_tokens": 112})
+
+
 def test_blocks_have_to_come_from_somewhere() -> None:
     nothing = ReplicaConfig.model_validate({})
     with pytest.raises(ConfigError, match="num_blocks"):

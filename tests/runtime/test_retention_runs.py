@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vajra_py.contract import (
@@ -247,6 +248,16 @@ def test_a_policy_that_breaks_the_contract_ends_the_run_by_name() -> None:
     spec = RetentionSpec("broken", PolicyConfig, lambda config, context: Broken(), "For this test.")
     with pytest.raises(PolicyError, match=r"broken.*ZeroDivisionError: no"):
         served([asked("r", 0.0, [("a", 64)])], {"retention": "broken"}, spec)
+
+
+@pytest.mark.parametrize("at", [10**400, np.float32(1e9)], ids=["int", "numpy"])
+def test_content_may_expire_later_than_any_event(at: Any) -> None:
+    class Lasting(Unused):
+        def expires_at(self, block: Any) -> Any:
+            return at
+
+    spec = RetentionSpec("lasting", PolicyConfig, lambda config, context: Lasting(), "For this test.")
+    assert served(conversation(5.0, between=BLOCK), {"retention": "lasting"}, spec).hits["second"] > 0
 
 
 # Events of content

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from vajra_py.config import PolicyChoice
 from vajra_py.contract import ACCEPT, Layer, PolicyConfig, PolicySpec, SchedulerTraits, SteadyState, fill
 from vajra_py.errors import PolicyError
+from vajra_py.plugins import load_registry
+from vajra_py.runtime.records.input_log import PolicyChange
 from vajra_py.runtime.serving import waking
 from vajra_py.runtime.serving.alarms import MAX_WAKES_PER_TICK
+from vajra_py.runtime.serving.events import Phase
+from vajra_py.runtime.support.clock import to_ticks
 from vajra_py.sim.simulator import SimulationOptions
-from vajra_py.testing import Harness, HarnessOptions
+from vajra_py.testing import Harness, HarnessOptions, simulated
 from vajra_py.testing.simulated import simulated_system
 from vajra_py.workload.request import RequestSpec
 
@@ -61,15 +67,15 @@ def test_a_batching_window_ends_in_a_system_whose_policies_can_be_replaced() -> 
     assert [one.asked for one in made] == [[1.0, 1.02, 1.05]]
 
 
-@pytest.mark.parametrize("until", [1.0, 0.5, float("nan")])
-def test_idle_until_a_time_that_is_not_after_now_is_refused(until: float) -> None:
+@pytest.mark.parametrize("until", [1.0, 0.5, float("nan"), float("inf")])
+def test_idle_until_a_time_that_is_not_finite_and_after_now_is_refused(until: float) -> None:
     class Backwards:
         def __init__(self, context: Any) -> None: ...
 
         def schedule(self, replica: Any, batch: Any, now: float) -> None:
             batch.idle_until(until)
 
-    with pytest.raises(PolicyError, match="is not after now"):
+    with pytest.raises(PolicyError, match=r"^policy Backwards, .*is not a finite time after now"):
         Harness("fcfs", "round_robin", Backwards).run(requests(1.0))
 
 
@@ -164,6 +170,41 @@ def test_a_wake_up_at_no_time_or_under_no_string_is_refused_with_the_policys_nam
 
     with pytest.raises(PolicyError, match=rf"Wrong.*{match}"):
         Harness(Wrong, "round_robin", "fixed_chunk").run(requests(0.0))
+
+
+def test_a_policy_may_name_a_time_after_the_end_of_the_clock() -> None:
+    class Late(BatchingWindow):
+        def __init__(self, context: Any) -> None:
+            super().__init__(context)
+            context.wake.at(1e308)
+
+        def schedule(self, replica: Any, batch: Any, now: float) -> None:
+            if replica.num_waiting < 2:
+                batch.idle_until(1e308)  # at most until the second request arrives
+                return
+            super().schedule(replica, batch, now)
+
+    steps = Harness("fcfs", "round_robin", Late).run(requests(1.0, 2.0))
+    assert [step.formed_at for step in steps] == [2.0]
+
+
+def test_endless_idling_is_blamed_on_the_policy_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless(BatchingWindow):
+        def schedule(self, replica: Any, batch: Any, now: float) -> None:
+            batch.idle_until(now + 1e-13)
+
+    def spec(name: str, kind: Callable[[Any], Any]) -> PolicySpec:
+        return PolicySpec(
+            name, Layer.REPLICA_SCHEDULER, PolicyConfig, lambda _, context: kind(context), "For this test."
+        )
+
+    endless, window = spec("endless", Endless), spec("window", BatchingWindow)
+    monkeypatch.setattr(simulated, "load_registry", lambda: load_registry().with_policies([endless]))
+    _, simulator = simulated_system(window, {"replica_scheduler": "window"}, {})
+    change = PolicyChange("default", Layer.REPLICA_SCHEDULER, PolicyChoice(policy="endless"))
+    simulator.inject(to_ticks(2.0), Phase.POLICY, change)
+    with pytest.raises(PolicyError, match=r"^policy endless, .*without end"):
+        simulator.run(requests(1.0, 3.0))
 
 
 def test_a_wake_up_ends_a_run_of_repeated_decodes_so_that_the_scheduler_is_asked() -> None:

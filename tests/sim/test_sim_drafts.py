@@ -260,9 +260,10 @@ def test_a_policy_says_how_many_for_whom() -> None:
     assert world.step().tokens == {"a": 3, "b": 3}  # type: ignore[union-attr]
     assert world.step().tokens == {"a": 1, "b": 4}  # type: ignore[union-attr]
     assert world.replica().limits.max_draft_tokens == 3
-    policy.wishes["a"] = 4
-    with pytest.raises(PolicyError, match=r"cannot verify 4 drafts. Allowed: 0 to 3"):
-        world.step()
+    for wish in (4, 1.5):
+        policy.wishes["a"] = wish  # type: ignore[assignment]
+        with pytest.raises(PolicyError, match=rf"request a, .*cannot verify {wish} drafts. Allowed: 0 to 3"):
+            world.step()
 
 
 def test_the_same_policy_runs_without_drafts() -> None:

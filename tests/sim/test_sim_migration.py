@@ -148,6 +148,7 @@ def test_a_target_without_room_leaves_the_source_as_it_was() -> None:
     [
         (lambda alive, now: [Move(alive["a"], 0)], r"request a, at 0\.1 s: moves a request to replica 0, where it is"),
         (lambda alive, now: [Move(alive["a"], 7)], "to replica 7. Replicas that are up and can run it: .0, 1."),
+        (lambda alive, now: [Move(alive["a"], 1.0)], r"to replica 1\.0\. Replicas that are up"),  # type: ignore[arg-type]
         (lambda alive, now: [Move(alive["a"], None)], "calls back a request that does not wait .running."),
         (lambda alive, now: [Move("a", 1)], "moves what is no request"),  # type: ignore[arg-type]
         (lambda alive, now: ["a"], r"at 0\.1 s: moves 'a'; expected a Move"),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sim.scaled import STEP_S, NoParameters, Scaled, Scripted, Watcher, requests, scaled
+from vajra_policies.round_robin import RoundRobin
 from vajra_py.api import load, run
 from vajra_py.contract import ScalerSpec
 from vajra_py.errors import ConfigError, PolicyError
@@ -207,6 +208,28 @@ def test_a_replica_that_is_down_cannot_fail() -> None:
     lose_at(world, 0.1, 1)
     restore_at(world, 0.2, 1)
     assert world.run(requests(10, every_s=0.1)).changes() == []
+
+
+class FailsLater(RoundRobin):
+    def assign(self, request: Any, replicas: Any, now: float) -> Any:
+        if now >= 0.05:
+            raise KeyError("later")
+        return super().assign(request, replicas, now)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_replica_goes_down_even_if_its_requests_cannot_be_placed_anew(
+    is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vajra_policies.round_robin.RoundRobin", FailsLater)
+    options = SimulationOptions(isolates_policies=True)
+    script = {} if is_lost else {0.05: 1}
+    world = following(script, num_replicas=2, chooser="round_robin", elastic={"max_replicas": 2}, options=options)
+    if is_lost:
+        lose_at(world, 0.05, 1)
+    seen = world.run(requests(20, output=30))
+    assert world.simulator.violations
+    assert seen.changes()[-1] == (0.05, 1, "down")
 
 
 # Contract violations

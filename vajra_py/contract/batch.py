@@ -124,7 +124,7 @@ class BatchBuilder(Protocol):
         """Idle on purpose: if the batch stays empty, form the next step at `time_s`, or at an earlier event.
 
         `time_s` is in seconds on the run's clock. No effect if the final batch is not empty. Raises `ValueError` unless
-        the time is after now.
+        the time is finite and after now.
         """
 
     def draft(self, request: RequestView, num_tokens: int) -> Refusal | None:

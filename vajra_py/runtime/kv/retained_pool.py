@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from heapq import heappop, heappush
-from math import inf, isfinite
-from numbers import Real
+from math import inf
 from typing import Any
 
 from msgspec import Struct, structs
 
+from vajra_py.contract.latency import LAST_S
 from vajra_py.contract.retention import ExpiresContent, RetentionPolicy
 from vajra_py.errors import PolicyError
 from vajra_py.runtime.kv.block_pool import BlockPool, PrefixCacheOptions, require
 from vajra_py.runtime.kv.retention_order import CachedEntry, RetentionOrder
+from vajra_py.runtime.queues.keys import finite_number
 
 
 class Retention(Struct, frozen=True):
@@ -350,13 +351,14 @@ class RetainedBlockPool(BlockPool):
     def _note_expiry(self, entry: CachedEntry, at: object) -> None:
         if at is None:
             return
-        if not isinstance(at, Real) or not isfinite(at):
+        time = finite_number(at)
+        if time is None:
             error = PolicyError(
                 self.order.name, f"expires_at() is not a time (got {at!r})", request_id=entry.request_id
             )
             self.order.fail(error)
             return
-        heappush(self._expiries, (float(at), entry.index, entry))
+        heappush(self._expiries, (float(min(max(time, 0), LAST_S)), entry.index, entry))
         self.next_expiry = self._expiries[0][0]
 
     def expire(self, now: float) -> None:

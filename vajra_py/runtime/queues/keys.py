@@ -129,7 +129,7 @@ class LineReader:
 
     def _checked(self, line: object, request: RequestView) -> tuple[float, float]:
         if isinstance(line, tuple) and len(line) == 2:
-            intercept, slope = map(_number, line)
+            intercept, slope = map(finite_number, line)
             if intercept is not None and slope is not None:
                 with contextlib.suppress(OverflowError):  # raised by an integer beyond the range of floats
                     return float(intercept), float(slope)
@@ -167,7 +167,7 @@ class FallReader:
             raise _raised(self.policy, request, "falls_at", error) from error
         if given is None or (type(given) is float and isfinite(given)):
             return given
-        number = _number(given)
+        number = finite_number(given)
         if number is None:
             message = (
                 f"falls_at() is not a finite number (got {given!r}). Allowed: seconds on the run's clock, or None."
@@ -226,7 +226,7 @@ class SlackReader:
             raise
         except POLICY_EXCEPTIONS as error:
             raise _raised(self._policy, request, called, error) from error
-        number = _number(given)
+        number = finite_number(given)
         if number is None:
             message = f"{called}() is not a finite number (got {given!r})"
             place = place_of_definition(method)
@@ -238,7 +238,7 @@ def _checked_key(key: object, length: int | None, called: str, blame: Callable[[
     """Return the key as Python numbers, and its length. Calls `blame` with a message if the key is invalid or its
     length is not `length` (None: any).
     """
-    parts = [_number(part) for part in (key if isinstance(key, tuple) else (key,))]
+    parts = [finite_number(part) for part in (key if isinstance(key, tuple) else (key,))]
     if not parts or None in parts:
         allowed = "Allowed: a finite number, or a tuple of finite numbers."
         blame(f"{called} is not finite numbers (got {key!r}). {allowed}")
@@ -249,7 +249,7 @@ def _checked_key(key: object, length: int | None, called: str, blame: Callable[[
     return (parts[0] if found == _NUMBER else tuple(parts)), found
 
 
-def _number(part: object) -> float | int | None:
+def finite_number(part: object) -> float | int | None:
     """Convert a number that a policy returned, alone or in a tuple, to a Python number, since NumPy numbers compare
     slowly and overflow; return None if it is not a finite number.
     """

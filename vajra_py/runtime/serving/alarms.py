@@ -9,8 +9,9 @@ from typing import Any
 from msgspec import Struct, field
 
 from vajra_py.contract import Layer
+from vajra_py.contract.latency import LAST_S
 from vajra_py.errors import PolicyError
-from vajra_py.runtime.support.clock import NEVER, to_ticks
+from vajra_py.runtime.support.clock import to_ticks
 
 MAX_WAKES_PER_TICK = 1000
 """Maximum number of calls of one policy at one tick or at consecutive ticks; more calls count as an endless loop."""
@@ -42,7 +43,7 @@ class Sleeper(Struct, eq=False):
     index: int = 0
     """Position of the policy in its layer; for a replica scheduler, the replica's id."""
     policy: Any = None
-    """The policy object; None while it is being built, or if this entry is only for `BatchBuilder.idle_until`."""
+    """The policy object; None while it is being built."""
     wakes: Repeats = field(default_factory=Repeats)
 
     def count(self, now: int) -> None:
@@ -118,10 +119,10 @@ class PolicyWakeUps:
 
 
 def wake_tick(time_s: float) -> int:
-    """Convert a policy's time to a tick, at most the end of the clock. Raises `ValueError` unless it is finite."""
+    """Convert a policy's time to a tick, that of `LAST_S` at most. Raises `ValueError` unless it is finite."""
     if not math.isfinite(time_s):
         raise ValueError(f"the time of an alarm must be finite (got {time_s!r})")
-    return min(to_ticks(time_s), NEVER - 1)
+    return to_ticks(min(max(float(time_s), -LAST_S), LAST_S))
 
 
 def _checked(key: object) -> str:

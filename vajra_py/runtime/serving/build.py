@@ -224,6 +224,11 @@ def replica_limits(settings: ReplicaConfig, latency: LatencyModel, facts: ModelF
     if groups.groups > 1 and (groups.group_tokens or 0) % memory.block_size:
         message = f"is not a multiple of the block size ({groups.group_tokens} of {memory.block_size})"
         raise ConfigError(Problem("replica.kv_parallel.group_tokens", message))
+    group_size = num_blocks // groups.groups * memory.block_size
+    if groups.groups > 1 and (groups.group_tokens or 0) > group_size:
+        message = f"is more than the KV memory of a group holds (got {groups.group_tokens})"
+        allowed = f"Allowed: at most {group_size}, or more KV blocks"
+        raise ConfigError(Problem("replica.kv_parallel.group_tokens", message, allowed))
     if groups.groups > 1 and memory.prefix_cache.enabled:
         message = "there is no prefix cache with KV parallelism (enabled: true with several groups)"
         raise ConfigError(Problem("replica.memory.prefix_cache.enabled", message, "Allowed: false"))

@@ -291,10 +291,12 @@ class Controller:
     def lose_replica(self, replica: Replica, failure: Failure, now: int) -> Losses:
         """Handle a lost replica: its requests are recomputed elsewhere, or end; see `recovery.lose_replica`."""
         replicaset = self.replicasets[replica.replicaset]
-        losses = lose_replica(replicaset, replica, failure, now)
-        if replicaset.scaling is not None:
-            replicaset.scaling.end_start(replica.replica_id)
-            self._notify_state(replicaset, replica.replica_id, now)
+        try:
+            losses = lose_replica(replicaset, replica, failure, now)
+        finally:  # the replica is lost also if a policy fails while the requests are placed again
+            if replicaset.scaling is not None:
+                replicaset.scaling.end_start(replica.replica_id)
+                self._notify_state(replicaset, replica.replica_id, now)
         self.settle(losses.ended, now)
         return losses
 

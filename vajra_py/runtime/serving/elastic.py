@@ -143,8 +143,8 @@ class Elasticity(Generic[R]):
         movement = self._movements.get(name)
         if movement is not None:
             movement.hand_offs.recall_from(one)
+        self.draining.add(one.rank)  # first: if the scheduler fails below, the replica goes down all the same
         moved = self._driver.controller.change_replica(one.replica, ReplicaState.DRAINING, self._driver.now)
-        self.draining.add(one.rank)
         self._driver.announce_all(name, moved)
         if movement is not None:
             scaling = self._driver.controller.replicasets[name].scaling

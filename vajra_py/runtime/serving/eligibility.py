@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from vajra_py.contract import PoolRole, ReplicaLimits, ReplicaLoadView
-from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem
+from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, place_of_definition
 from vajra_py.runtime.requests.request import Request
 from vajra_py.runtime.serving.replica import Replica
 
@@ -178,10 +178,14 @@ def first_refusal(
 
 def refusal_of(scheduler: Any, name: str, replica: ReplicaLoadView, request: Request, now: float) -> str | None:
     """Return a replica scheduler's reason for never running the request on its replica; None if it has none."""
-    refuses: Callable[[Request, ReplicaLoadView, float], str | None] | None = getattr(scheduler, "refuses", None)
+    refuses: Callable[[Request, ReplicaLoadView, float], object] | None = getattr(scheduler, "refuses", None)
     if refuses is None:
         return None
     try:
-        return refuses(request, replica, now)
+        reason = refuses(request, replica, now)
     except POLICY_EXCEPTIONS as error:
         raise PolicyError.caused_by(name, error, request_id=request.request_id) from error
+    if reason is None or isinstance(reason, str):
+        return reason
+    message = f"refuses() is neither a reason nor None (got {reason!r}). Allowed: a text, or None"
+    raise PolicyError(name, message, request_id=request.request_id, place=place_of_definition(refuses))

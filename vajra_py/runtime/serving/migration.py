@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from numbers import Integral
 from typing import Generic
 
 from msgspec import Struct
@@ -86,8 +87,9 @@ class Migrations(Generic[R]):
             )
         if request.state is RequestState.ENDED:
             raise self._wrong(request, "moves a request that has ended")
+        target: int | None = None
         if move.target is not None:
-            self._check_target(request, move.target)
+            target = self._checked_target(request, move.target)
         elif not self._replicaset.bounds.holders(request).of_prompts:
             num_tokens = request.num_known_tokens
             raise self._wrong(
@@ -96,26 +98,30 @@ class Migrations(Generic[R]):
         if request.state is not RequestState.RUNNING:
             self._end(request, PREEMPTED)  # end a migration that began while the request was running
         if request.state in _MOVABLE_WAITING and request not in self._replicaset.held_back:
-            self._move_waiting(request, move.target, move.reason)
-        elif request.state is RequestState.RUNNING and move.target is not None:
-            self.begin(request, move.target, move.reason)
-        elif move.target is None and request not in self._replicaset.held_back:
+            self._move_waiting(request, target, move.reason)
+        elif request.state is RequestState.RUNNING and target is not None:
+            self.begin(request, target, move.reason)
+        elif target is None and request not in self._replicaset.held_back:
             raise self._wrong(request, f"calls back a request that does not wait ({request.state.value})")
 
     def _wrong(self, request: Request, message: str) -> PolicyError:
         return PolicyError(self._replicaset.scheduler_name, message, request_id=request.request_id)
 
-    def _check_target(self, request: Request, target: object) -> None:
+    def _checked_target(self, request: Request, target: object) -> int:
+        """Return the target of a move as an `int`. Raises `PolicyError` unless it is another replica that is up and can
+        run the request.
+        """
         holders = self._replicaset.bounds.holders(request)
         is_decode = request.state is RequestState.RUNNING and request.num_output_tokens > 0
         candidates = holders.of_decodes if is_decode else holders.all
         up = [one.replica_id for one in candidates if self._replicaset.is_up(one.replica_id)]
-        if target not in up:
+        if not isinstance(target, Integral) or int(target) not in up:
             raise self._wrong(
                 request, f"moves a request to replica {target!r}. Replicas that are up and can run it: {up}"
             )
         if target == request.replica_id:
             raise self._wrong(request, f"moves a request to replica {target!r}, where it is")
+        return int(target)
 
     def _move_waiting(self, request: Request, target: int | None, reason: str) -> None:
         replicaset, now = self._replicaset, to_seconds(self._driver.now)

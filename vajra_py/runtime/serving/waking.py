@@ -44,12 +44,14 @@ class PolicyWaker(Generic[R]):
 
     def leave_idle(self, one: R, time_s: float) -> None:
         """Call the scheduler of an idle replica again at a time (`BatchBuilder.idle_until`)."""
-        sleeper = self._idlers.get(one.rank)
-        if sleeper is None:
-            replica, layer = one.replica, Layer.REPLICA_SCHEDULER.value
-            sleeper = Sleeper(replica.replicaset, layer, replica.parts.policy_name, replica.replica_id)
-            self._idlers[one.rank] = sleeper
-        self._driver.controller.alarms.set(sleeper, None, wake_tick(time_s))
+        sleeper, alarms = self._idlers.get(one.rank), self._driver.controller.alarms
+        parts = one.replica.parts
+        if sleeper is None or sleeper.policy is not parts.policy:
+            if sleeper is not None:  # the policy was replaced
+                alarms.cancel(sleeper, None)
+            where = one.replica.replicaset, Layer.REPLICA_SCHEDULER.value, parts.policy_name
+            sleeper = self._idlers[one.rank] = Sleeper(*where, one.replica.replica_id, parts.policy)
+        alarms.set(sleeper, None, wake_tick(time_s))
 
     def wake(self, what: Alarm | WakeUp) -> None:
         """Handle an event of `Phase.WAKE`."""

@@ -7,6 +7,8 @@ entry depends only on the number of decodes that need a block now.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from math import isfinite
+from numbers import Integral
 from typing import Protocol, cast
 
 from vajra_py.contract import BatchFeatures, DecodeStop, PreemptionMode, Refusal, RequestView
@@ -245,6 +247,8 @@ class Builder(PlanDraft):
             return self._add_decode(own, reserve_tokens)
         if own.state is _ENDED or own.replica_id != self._replica_id:
             self._own(request)
+        if type(num_tokens) is not int:
+            num_tokens = _whole(own, num_tokens)
         if num_tokens < 1:
             raise IllegalPlan(own, f"cannot add {num_tokens} tokens. A chunk has at least 1")
         if own in self.chunks or own in (self._members if self.bulk else self.selected):
@@ -501,11 +505,14 @@ class Builder(PlanDraft):
         own, rules = self._own(request), self._draft_rules
         if rules is None or self._executor is None:
             return self._refuse(own, Refusal.NO_DRAFTS)
-        if not 0 <= num_tokens <= rules.max_tokens:
-            raise IllegalPlan(own, f"cannot verify {num_tokens} drafts. Allowed: 0 to {rules.max_tokens}")
+        is_whole = type(num_tokens) is int or isinstance(num_tokens, Integral)
+        if not is_whole or not 0 <= num_tokens <= rules.max_tokens:
+            raise IllegalPlan(
+                own, f"cannot verify {num_tokens} drafts. Allowed: 0 to {rules.max_tokens} in whole numbers"
+            )
         if own in self:
             return self._refuse(own, Refusal.ALREADY_SCHEDULED)
-        self._asked_drafts[own] = num_tokens
+        self._asked_drafts[own] = int(num_tokens)
         return None
 
     def _refuse(self, request: Request, refusal: Refusal) -> Refusal:
@@ -960,8 +967,8 @@ class Builder(PlanDraft):
 
     def idle_until(self, time_s: float) -> None:
         """Run nothing until a time; see `BatchBuilder.idle_until`."""
-        if not time_s > self.now:
-            raise ValueError(f"idle_until({time_s!r}) is not after now ({self.now!r})")
+        if not time_s > self.now or not isfinite(time_s):
+            raise ValueError(f"idle_until({time_s!r}) is not a finite time after now ({self.now!r})")
         self.idle_at = time_s
 
     def note(self, request: RequestView, **scores: float | int | str) -> None:
@@ -991,6 +998,13 @@ class Builder(PlanDraft):
             if request.replica_id == -1:
                 self._memory.forget(request)
         self._looked_at.clear()
+
+
+def _whole(request: Request, num_tokens: object) -> int:
+    """Return a number of tokens as an `int`. Raises `IllegalPlan` if it is not a whole number."""
+    if not isinstance(num_tokens, Integral):
+        raise IllegalPlan(request, f"cannot add {num_tokens!r} tokens. A chunk has a whole number of tokens")
+    return int(num_tokens)
 
 
 def _capped(num_tokens: int, cap: int | None) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 TICKS_PER_SECOND = 10**12
 
 NEVER = 2**63 - 1
@@ -9,8 +11,9 @@ NEVER = 2**63 - 1
 
 
 def to_ticks(seconds: float) -> int:
-    """Return the nearest tick to a time in seconds."""
-    return round(seconds * TICKS_PER_SECOND)
+    """Return the nearest tick to a time in seconds; `NEVER` for times that have no tick as a float."""
+    ticks = seconds * TICKS_PER_SECOND
+    return NEVER if ticks == inf else round(ticks)
 
 
 def to_seconds(ticks: int) -> float:
