@@ -118,6 +118,39 @@ def test_a_preset_takes_the_place_of_the_files_policies(vajra: Vajra, small: Pat
     assert "nope" in vajra("run", small, "--preset", "nope").err
 
 
+def test_a_preset_takes_the_place_of_the_policies_of_replicasets_and_pools(vajra: Vajra, small: Path) -> None:
+    own = "{replica_scheduler: {policy: fixed_chunk, params: {chunk_size: 64}}, retention: lru}"
+    pool = "{role: mixed, replica_scheduler: {policy: fixed_chunk, params: {chunk_size: 64}}, retention: lru}"
+    small.write_text(
+        f"{small.read_text()}replicasets:\n  short: {{select: {{max_prompt_tokens: 100}}, scheduling: {own}}}\n"
+        f"  long: {{scheduling: {{preset: orca}}, pools: {{one: {pool}}}}}\n"
+    )
+    changed = "replicasets.long.scheduling.request_prioritizer=priority"
+    assert vajra("run", small, "-q", "--preset", "vllm-v1", "--set", changed).code == 0
+    config = json.loads(Path("runs/small/manifest.json").read_text())["config"]
+    found = [config["replicasets"][name]["scheduling"] for name in ("short", "long")]
+    assert [one["replica_scheduler"]["policy"] for one in found] == ["vllm_v1", "vllm_v1"]
+    assert [one["request_prioritizer"]["policy"] for one in found] == ["fcfs", "priority"]
+    pool = config["replicasets"]["long"]["pools"]["one"]
+    assert (pool["replica_scheduler"]["policy"], pool["retention"]) == ("vllm_v1", None)
+
+
+def test_durations_at_the_end_of_doubles_are_beyond_the_clock(vajra: Vajra, small: Path) -> None:
+    first = {
+        "request_id": "a",
+        "arrived_at": 0,
+        "num_prompt_tokens": 9,
+        "num_output_tokens": 3,
+        "expires_after_s": 1e308,
+    }
+    second = {**first, "request_id": "b", "follows": "a", "think_time_s": 1e300}
+    for lines, code in (([first], 0), ([first, second], 4)):
+        Path("trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        said = vajra("run", small, "-q", "--overwrite", "--set", "workload={type: jsonl, path: trace.jsonl}")
+        assert said.code == code
+        assert ("the clock ends after 9,000,000 s, and requests are left" in said.err) == bool(code)
+
+
 def test_a_report_goes_where_it_is_asked_for(vajra: Vajra, small: Path) -> None:
     said = vajra("run", small, "-q", "--report", "new/folder/report.html")
     assert said.code == 0

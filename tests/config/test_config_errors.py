@@ -97,6 +97,8 @@ def test_every_mistake_of_a_file_is_told_at_once_with_its_line(write: Any, regis
         (("simulator: {latency: {type: constant, step_time_s: 0.5}}", ""), "exp.yaml:11: backend: exactly one backend is needed (got none)."),
         (("simulator:", "simulater:"), "exp.yaml:11: backend.simulater: no such backend. Did you mean 'simulator'? Allowed: engine, route, simulator, vllm."),
         (("seed: 42", "seed: '42'"), "exp.yaml:2: seed: must be an integer (got '42')."),
+        (("seed: 42", f"seed: 1{'0' * 64}"), "exp.yaml:2: seed: must be at most 1000"),
+        (("seed: 42", f"num_replicas: 0x{'f' * 4000}"), "exp.yaml:2: num_replicas: is not a valid int (got '0xfff"),
         (("seed: 42", "preset: vllm-v2"), "exp.yaml:2: preset: no installed package offers a preset of that name (got 'vllm-v2'). Did you mean 'vllm-v1'?"),
         (("scheduling:", "preset: vllm-v1\nscheduling:\n  preset: broken"), "exp.yaml:5: scheduling.preset: differs from the preset at the top level (got 'broken' and 'vllm-v1')."),
         (("seed: 42", "name: a/b"), "exp.yaml:2: name: must match pattern"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from vajra_py.latency import (
 from vajra_py.latency.hardware.host_overhead import HostOverhead
 from vajra_py.latency.operators.attention_grid import filled
 from vajra_py.latency.operators.bundle_files import Samples, SkewSample
+from vajra_py.latency.operators.calibration_file import read_calibration
 from vajra_py.latency.operators.collectives import Collectives
 from vajra_py.latency.operators.dense_times import DenseTimes
 from vajra_py.latency.operators.expert_times import ExpertTimes, Routing
@@ -341,6 +344,15 @@ def test_a_calibration_scales_parts_and_fits_one_bundle(bundle: Path, tmp_path: 
         ConfigError, match=r"was fitted for .* tensor_parallel 1, and the bundle is of .* tensor_parallel 2"
     ):
         of(bundle, tensor_parallel=2, calibration=str(tmp_path / "calibration.json"))
+
+
+@pytest.mark.parametrize("change", [{"tensor_parallel": float("inf")}, {"scales": {"dense": 10**400}}])
+def test_a_calibration_with_numbers_too_large_is_broken(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = tmp_path / "calibration.json"
+    Calibration("Llama-3.1-8B", "H100", 1, {}, {}, "a test").write(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ConfigError, match=r"calibration\.json: is broken"):
+        read_calibration(path)
 
 
 def test_a_hole_in_a_long_axis_changes_no_measured_time() -> None:

@@ -41,6 +41,10 @@ SESSIONS = {
 }
 
 
+def quantiles(probabilities: list[float], values: list[float]) -> dict[str, Any]:
+    return {"type": "quantiles", "probabilities": probabilities, "values": values}
+
+
 def build(tree: dict[str, Any], base_dir: Path = Path(), seed: int = 1) -> Workload:
     return build_workload(ADAPTER.validate_python(tree), named_streams(seed), base_dir)
 
@@ -194,6 +198,21 @@ def test_a_profile_with_a_rate_and_a_limit_meets_both_on_average() -> None:
     assert len(sessions) == 300
 
 
+PIECES = {"type": "piecewise", "pieces": [{"duration_s": 100, "rate": 3}, {"duration_s": 100, "rate": 0.5}]}
+CHANGING = [
+    SYNTHETIC | {"arrivals": PIECES, "num_requests": None},
+    {"type": "merge", "workloads": [SYNTHETIC, SYNTHETIC | {"arrivals": {"type": "poisson", "rate": 8.0}}]},
+]
+
+
+@pytest.mark.parametrize("cut", [{"end_s": 20}, {"start_s": 20}, {"first": 50}, {"skip": 150}])
+@pytest.mark.parametrize("tree", CHANGING)
+def test_a_part_of_arrivals_whose_rate_changes_has_the_rate_that_is_set(
+    tree: dict[str, Any], cut: dict[str, int]
+) -> None:
+    assert build(tree | cut | {"rate": 7}).rate == pytest.approx(7)
+
+
 def test_closed_loops_are_synthetic_workloads() -> None:
     loop = {"type": "closed_loop", "num_users": 5, "think_time_s": {"type": "constant", "value": 2}}
     workload = build(SYNTHETIC | {"arrivals": loop, "num_requests": 23})
@@ -226,6 +245,33 @@ def test_closed_loops_are_synthetic_workloads() -> None:
         (SYNTHETIC | {"arrivals": {"type": "gamma", "rate": 5, "cv": 1e200}}, "less than or equal to 1000"),
         (SYNTHETIC | {"arrivals": {"type": "gamma", "rate": 5, "cv": 1e-200}}, "greater than or equal to 0.001"),
         (SYNTHETIC | {"arrivals": {"type": "weibull", "rate": 5, "shape": 0.005}}, "greater than or equal to 0.05"),
+        (
+            SYNTHETIC | {"prompt_tokens": {"type": "geometric", "p": 0.5, "max": 10**400}},
+            "less than or equal to 2147483647",
+        ),
+        (SYNTHETIC | {"prompt_tokens": quantiles([0, float("nan"), 1], [1, 2, 3])}, "finite"),
+        (SYNTHETIC | {"prompt_tokens": quantiles([0, 1], [1, 1e300])}, "less than or equal to 2147483647"),
+        (SYNTHETIC | {"prompt_tokens": {"type": "lognormal", "mu": 1, "sigma": 1, "min": 1e300}}, "2147483647"),
+        (
+            SYNTHETIC
+            | {
+                "arrivals": {
+                    "type": "quantile_gaps",
+                    "rate": 1,
+                    "probabilities": [0, float("nan"), 1],
+                    "gaps_s": [1, 2, 3],
+                }
+            },
+            "finite",
+        ),
+        (SYNTHETIC | {"max_total_tokens": 10**22, "too_long": "clip"}, "less than or equal to 4294967296"),
+        (SYNTHETIC | {"skip": 10**22}, "less than or equal to 1000000000"),
+        (SYNTHETIC | {"tenants": {"count": 10**9}}, "less than or equal to 1000000"),
+        (SESSIONS | {"max_context_tokens": 10**22}, "less than or equal to 1000000000"),
+        (
+            SESSIONS | {"system_prompts": SESSIONS["system_prompts"] | {"count": 10**22}},
+            "less than or equal to 1000000",
+        ),
         (SYNTHETIC | {"too_long": "crop"}, "'drop', 'clip' or 'error'"),
         ({"type": "lengths", "path": "x", "sample": True}, "sample together with arrivals"),
         ({"type": "csv", "path": "x", "columns": {"prompt": "a"}}, "num_prompt_tokens"),
@@ -242,6 +288,8 @@ def test_a_wrong_configuration_is_refused(tree: dict[str, Any], message: str) ->
 def test_what_the_source_cannot_give_is_refused(files: Path) -> None:
     with pytest.raises(WorkloadError, match="no request is left after cutting"):
         build({"type": "csv", "path": "plain.csv", "start_s": 500}, files)
+    with pytest.raises(WorkloadError, match="no request is left after cutting"):
+        build({"type": "csv", "path": "plain.csv", "max_prompt_tokens": 5, "rate": 3}, files)
     with pytest.raises(WorkloadError, match=r"missing\.csv: cannot be read"):
         build({"type": "csv", "path": "missing.csv"}, files)
     with pytest.raises(WorkloadError, match="requests follow one another"):

@@ -150,6 +150,22 @@ def shared_prefixes(session: str = "") -> Workload:
     )
 
 
+@pytest.mark.parametrize("stated", [(), ("a",)])
+def test_calls_in_a_bootstrap_state_the_parents_of_their_own_copy(stated: tuple[str, ...]) -> None:
+    calls: list[RequestSpec] = []
+    for number in range(4):
+        first, program = f"a{number}", f"p{number}"
+        calls.append(RequestSpec(first, 10.0 * number, 10, 5, program_id=program))
+        parents = tuple(first for _ in stated)
+        calls.append(
+            RequestSpec(f"b{number}", 10.0 * number + 1, 10, 5, program_id=program, follows=first, parent_calls=parents)
+        )
+    sample = block_bootstrap(Workload.from_requests(calls), np.random.default_rng(1), block_requests=1)
+    children = [one for one in sample if one.follows is not None]
+    assert len(children) == 4
+    assert all(one.parent_calls == (one.parents if stated else ()) for one in children)
+
+
 def test_what_would_change_how_prefixes_are_found_is_refused() -> None:
     rng = np.random.default_rng(1)
     with pytest.raises(WorkloadError, match=r"thin: prompts share prefixes.*Allowed: window: random|window: random"):

@@ -8,6 +8,7 @@ with file and line.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,13 @@ POLICY = "endpoint_picker"
 PRESET = "vllm-v1"
 """Preset for the servers to which llm-d routes."""
 _SINGLE, _DISAGGREGATED = "single-profile-handler", ("disagg-profile-handler", "pd-profile-handler")
+_STAGES = ("decode", "prefill", "encode")
+_BY_STAGE = ("profiles", "deciders")
+"""Parameters of a disaggregating handler that are mappings from stages to names; its other parameters are names."""
+_NAMES = (
+    *("stageOrder", "decodeProfile", "prefillProfile", "encodeProfile"),
+    *("prefillDeciderPluginName", "encodeDeciderPluginName", "deciderPluginName"),
+)
 _PRECISE_SCORER, _PRECISE_PRODUCER = "precise-prefix-cache-scorer", "precise-prefix-cache-producer"
 """Scorer of earlier versions of llm-d, and the producer that was part of this scorer."""
 _IN_PROFILES = (RoutingPartKind.FILTER, RoutingPartKind.SCORER, RoutingPartKind.PICKER)
@@ -151,7 +159,7 @@ class _Reader:
                     self._found((*at, key), "unknown key", did_you_mean(key, known))
             yield at, one
 
-    def _text(self, path: KeyPath, entry: Entries, key: str) -> str:
+    def _text(self, path: KeyPath, entry: Mapping[str, Any], key: str) -> str:
         value = entry.get(key)
         if isinstance(value, str) and value:
             return value
@@ -194,8 +202,10 @@ class _Reader:
                 self._no_use((*path, "parameters", key), f"{key} of {name}", UNUSED_PARAMETERS[_PRECISE_PRODUCER]["*"])
             return _Plugin(name, "prefix-cache-scorer", path, {f"prefix_match_info{_PRODUCER_NAME}": _PRECISE_PRODUCER})
         plugin = _Plugin(name, type_, path, {})
-        if type_ == _SINGLE or type_ in _DISAGGREGATED:
-            return replace(plugin, params=plain(given or {}))
+        if type_ == _SINGLE:
+            return plugin
+        if type_ in _DISAGGREGATED:
+            return replace(plugin, params=self._handler_params(plugin, given or {}))
         kinds = [one for one in RoutingPartKind if type_ in self.registry.routing_parts(one)]
         if not kinds:
             known = {*MEANINGLESS, *ALIASES, _SINGLE, *_DISAGGREGATED, _PRECISE_SCORER}
@@ -203,6 +213,30 @@ class _Reader:
             self._found((*path, "type"), f"is no plug-in that is known here (got {kind!r})", did_you_mean(kind, known))
             return replace(plugin, is_meaningless=True)
         return self._with_params(plugin, kinds[0], given or Entries({}, locate(self.root, path)), types)
+
+    def _handler_params(self, plugin: _Plugin, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the parameters of a disaggregating handler that name something; report the others."""
+        path, unused = (*plugin.path, "parameters"), UNUSED_PARAMETERS[_DISAGGREGATED[0]]
+        params: dict[str, Any] = {}
+        for key, value in given.items():
+            if key in unused:
+                self._no_use((*path, key), f"{key} of {plugin.name}", unused[key])
+            elif key not in (*_BY_STAGE, *_NAMES):
+                self._found((*path, key), "unknown key", did_you_mean(key, (*_BY_STAGE, *_NAMES)))
+            elif value is not None and key in _BY_STAGE:
+                params[key] = self._by_stage((*path, key), value)
+            elif value is not None:
+                params[key] = self._text(path, given, key)
+        return params
+
+    def _by_stage(self, path: KeyPath, given: Any) -> Mapping[str, str]:
+        if not isinstance(given, Entries):
+            self._found(path, f"must be a mapping (got {show(given)})", f"Keys: {', '.join(_STAGES)}")
+            return {}
+        for stage in given:
+            if stage not in _STAGES:
+                self._found((*path, stage), "unknown key", did_you_mean(stage, _STAGES))
+        return {stage: self._text(path, given, stage) for stage in _STAGES if given.get(stage) is not None}
 
     def _with_params(self, plugin: _Plugin, kind: RoutingPartKind, given: Entries, types: Mapping[str, str]) -> _Plugin:
         path = (*plugin.path, "parameters")
@@ -231,10 +265,13 @@ class _Reader:
 
     def _named_producer(self, ours: Entries, key: str, path: KeyPath, types: Mapping[str, str]) -> Entries:
         name = ours[key]
+        if not isinstance(name, str):
+            self._found(path, f"must be a name (got {show(name)})")
+            return ours.without(key)
         if name in types:
             return ours.replaced(key, types[name], ours.place_of(key))
         if name not in self.registry.routing_parts(RoutingPartKind.PRODUCER):
-            self._found(path, f"names no plug-in of the file (got {show(name)})", did_you_mean(str(name), types))
+            self._found(path, f"names no plug-in of the file (got {show(name)})", did_you_mean(name, types))
         return ours
 
     def _is_unavailable(self, plugin: _Plugin, error: ValidationError) -> bool:
@@ -288,8 +325,8 @@ class _Reader:
             for at, one in self._entries((*path, "plugins"), entry.get("plugins"), ("pluginRef", "weight")):
                 reference = self._text(at, one, "pluginRef")
                 weight = one.get("weight")
-                if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
-                    self._found((*at, "weight"), f"must be a number (got {show(weight)})")
+                if weight is not None and not _is_finite(weight):
+                    self._found((*at, "weight"), f"must be a finite number (got {show(weight)})")
                 elif reference and reference not in self.plugins:
                     allowed = did_you_mean(reference, self.plugins)
                     self._found((*at, "pluginRef"), f"names no plug-in of the file (got {reference!r})", allowed)
@@ -343,11 +380,8 @@ class _Reader:
         self, handler: _Plugin, profiles: Mapping[str, tuple[KeyPath, Mapping[str, Any]]]
     ) -> dict[str, Any] | None:
         settings, path = handler.params, (*handler.path, "parameters")
-        named, deciders = settings.get("profiles") or {}, settings.get("deciders") or {}
-        names = {
-            stage: str(named.get(stage) or settings.get(f"{stage}Profile") or stage)
-            for stage in ("decode", "prefill", "encode")
-        }
+        named, deciders = settings.get("profiles", {}), settings.get("deciders", {})
+        names = {stage: named.get(stage) or settings.get(f"{stage}Profile") or stage for stage in _STAGES}
         if names["decode"] not in profiles:
             message = f"has no profile named {names['decode']!r}, without which nothing can be placed"
             self._found(("schedulingProfiles",), message, did_you_mean(names["decode"], profiles))
@@ -365,7 +399,7 @@ class _Reader:
             deciders.get("prefill") or settings.get("prefillDeciderPluginName") or settings.get("deciderPluginName")
         )
         if decider:
-            self._add_decider(how, str(decider), path)
+            self._add_decider(how, decider, path)
         return {"profiles": found, "disaggregation": how}
 
     def _add_decider(self, how: dict[str, Any], name: str, path: KeyPath) -> None:
@@ -378,6 +412,11 @@ class _Reader:
             self._found((*path, "deciders", "prefill"), f"needs stageOrder decode-first (got {name!r})")
         else:
             how["decider"] = _choice(RoutingPartKind.DECIDER, plugin)
+
+
+def _is_finite(value: object) -> bool:
+    """Return True for a number, other than a bool, that has a finite value as a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _choice(kind: RoutingPartKind, plugin: _Plugin) -> dict[str, Any]:

@@ -97,6 +97,13 @@ UNUSED_PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "active-request-scorer": {"requestTimeout": "it is deprecated in llm-d too"},
     "approx-prefix-cache-producer": {"blockSize": "it counts characters; blockSizeTokens counts tokens"},
     "precise-prefix-cache-producer": {"*": "blocks are those of the replicas, whose caches are asked themselves"},
+    "disagg-profile-handler": {
+        "threshold": "a decider says it: nonCachedTokens of prefix-based-pd-decider",
+        "hashBlockSize": "blocks are those of the replicas",
+        "prefixPluginType": "prefixMatchInfoProducerName of a decider says it",
+        "prefixPluginName": "prefixMatchInfoProducerName of a decider says it",
+        "primaryPort": "ranks are no replicas of their own",
+    },
     "inflight-load-producer": {"syncCrossReplicaState": _ONE_ROUTER},
     "predicted-latency-producer": {
         "samplingMean": "predictions come from the latency model of the run",

@@ -22,7 +22,7 @@ from vajra_py.config.hand_off import HandOffConfig, MigrationConfig
 from vajra_py.config.links import LinksConfig
 from vajra_py.config.overrides import apply_overrides
 from vajra_py.config.places import Entries, Finding, Place, in_order, plain, written_at
-from vajra_py.config.presets import expand, long_forms
+from vajra_py.config.presets import expand, long_forms, with_policies_of
 from vajra_py.config.schema import ExperimentConfig, SystemConfig
 from vajra_py.config.sections import MAX_REPLICATIONS
 from vajra_py.config.sweeps import SweepPoint, replicated, sweep_points
@@ -57,16 +57,22 @@ class Context(Struct, frozen=True):
         return SystemConfig if self.may_be_system else ExperimentConfig
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = (), registry: Registry | None = None) -> ExperimentConfig:
+def load_config(
+    path: str | Path, overrides: Iterable[str] = (), registry: Registry | None = None, *, preset: str | None = None
+) -> ExperimentConfig:
     """Load the experiment of a YAML file with `overrides` (`a.b=c`) applied.
 
-    A file with a sweep yields the experiment of its first point; see `expand_sweep`.
+    If `preset` is given, that preset replaces all policies of the file (not those of the overrides). A file with a
+    sweep yields the experiment of its first point; see `expand_sweep`.
 
     Raises `ConfigError` with every mistake of the file, of the overrides and of every point of the sweep; `PluginError`
     when an installed package is broken.
     """
     context = Context(registry or load_registry(), Path(path).parent)
-    return cast(ExperimentConfig, _load(*_named(path), overrides, context))
+    root, place = _named(path)
+    if preset is not None:
+        root = with_policies_of(mapping_of(root, place), preset, Place(f"--preset {preset}", path="preset"))
+    return cast(ExperimentConfig, _load(root, place, overrides, context))
 
 
 def load_system(path: str | Path, overrides: Iterable[str] = (), registry: Registry | None = None) -> SystemConfig:

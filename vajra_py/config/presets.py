@@ -62,6 +62,24 @@ def _names(root: Entries, *path: Step) -> Sequence[str]:
     return list(section) if isinstance(section, Entries) else ()
 
 
+def with_policies_of(root: Entries, preset: str, place: Place) -> Entries:
+    """Return the tree with a preset, which is named at `place`, instead of all policies: those of the top level, of
+    replicasets and of pools.
+    """
+    for path in replicaset_paths(root):
+        section = get(root, *path)
+        if not isinstance(section, Entries):
+            continue
+        section = section.without("scheduling")
+        for name in _names(section, "pools"):
+            pool, at = section["pools"][name], section["pools"].place_of(name)
+            if isinstance(pool, Entries):
+                own = pool.without(Layer.REPLICA_SCHEDULER.value, RETENTION.key)
+                section = put(section, ("pools", name), own, at)
+        root = put(root, path, section, locate(root, path))
+    return root.replaced("preset", preset, place)
+
+
 def expand(root: Entries, registry: Registry) -> tuple[Entries, list[Finding]]:
     """Return the tree with presets expanded and every replicaset completed; unknown presets are findings."""
     findings: list[Finding] = []

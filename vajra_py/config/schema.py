@@ -57,6 +57,7 @@ from vajra_py.config.sections import (
     SchedulingConfig,
     Seconds,
     Section,
+    Seed,
     Switch,
     Text,
     TypedChoice,
@@ -286,7 +287,7 @@ class SystemConfig(Section):
     description: Text | None = Field(
         None, description="Purpose of the experiment, in a sentence or two; its report begins with it."
     )
-    seed: Count = Field(0, description="Seed of every random stream.")
+    seed: Seed = Field(0, description="Seed of every random stream.")
     preset: Text | None = Field(
         None, description="Preset with the settings of a whole system; explicit keys override it."
     )

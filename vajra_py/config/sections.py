@@ -17,6 +17,8 @@ from vajra_py.contract import Layer
 from vajra_py.contract.latency import LAST_S
 
 Count: TypeAlias = Annotated[int, Field(strict=True, ge=0)]
+Seed: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=10**63)]
+"""Seed with at most 64 digits, which random streams can be derived from."""
 PositiveCount: TypeAlias = Annotated[int, Field(strict=True, gt=0, le=2**31 - 1)]
 ReplicaCount: TypeAlias = Annotated[int, Field(strict=True, gt=0, le=1_000_000)]
 StageCount: TypeAlias = Annotated[int, Field(strict=True, gt=0, le=1024)]

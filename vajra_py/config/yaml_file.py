@@ -126,7 +126,9 @@ class _Reader:
             return raw.value
         if kind in ("null", "bool", "int", "float") and isinstance(raw.value, str):
             try:
-                return self._constructor.construct_object(raw)
+                value = self._constructor.construct_object(raw)
+                str(value)  # raises ValueError for numerals of base 8 or 16 that are too long to show as a decimal
+                return value
             except (ValueError, LookupError):
                 return self._wrong(place, path, f"is not a valid {kind} (got {show(raw.value)})")
         return self._wrong(place, path, f"has a tag that is not allowed (got {raw.tag})", "Write plain values")

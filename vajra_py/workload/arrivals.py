@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vajra_py.errors import WorkloadError
 from vajra_py.workload.arrays import F64
-from vajra_py.workload.distributions import NonNegative, Positive
+from vajra_py.workload.distributions import Finite, NonNegative, Positive
 
 __all__ = [
     "ArrivalProcess",
@@ -110,7 +110,7 @@ class QuantileGaps(_Renewal):
 
     type: Literal["quantile_gaps"] = "quantile_gaps"
     rate: Positive = Field(description="Mean rate in requests per second.")
-    probabilities: tuple[float, ...] = Field(min_length=2, description="Ascending, the first 0, the last 1.")
+    probabilities: tuple[Finite, ...] = Field(min_length=2, description="Ascending, the first 0, the last 1.")
     gaps_s: tuple[Positive, ...] = Field(
         min_length=2, description="Gap in seconds at each probability, never descending."
     )

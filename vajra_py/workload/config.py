@@ -63,6 +63,11 @@ class MergeConfig(WorkloadOptions):
             return None
         return sum(one.num_requests for one in known) / max(one.duration_s for one in known)
 
+    @property
+    def is_rate_constant(self) -> bool:
+        """False, because the parts may end at different times."""
+        return False
+
 
 WorkloadConfig: TypeAlias = Annotated[
     AgenticConfig

@@ -44,7 +44,7 @@ class _Model(BaseModel):
 
 
 class _Clipped(_Model):
-    min: NonNegative | None = Field(None, description="Smallest value; smaller ones are raised to it. None: no bound.")
+    min: Bounded | None = Field(None, description="Smallest value; smaller ones are raised to it. None: no bound.")
     max: NonNegative | None = Field(None, description="Largest value; larger ones are lowered to it. None: no bound.")
 
     @model_validator(mode="after")
@@ -141,7 +141,9 @@ class Geometric(_Model):
 
     type: Literal["geometric"] = "geometric"
     p: float = Field(gt=0, le=1, description="Probability that a trial is the last one.")
-    max: int | None = Field(None, ge=1, description="Largest value; larger ones are lowered to it. None: no bound.")
+    max: int | None = Field(
+        None, ge=1, le=2**31 - 1, description="Largest value; larger ones are lowered to it. None: no bound."
+    )
 
     def quantiles(self, z: F64) -> F64:
         """Return the values at the quantiles of z."""
@@ -159,13 +161,13 @@ class QuantileTable(_Model):
     """
 
     type: Literal["quantiles"] = "quantiles"
-    probabilities: tuple[float, ...] = Field(min_length=2, description="Ascending, the first 0, the last 1.")
-    values: tuple[NonNegative, ...] = Field(min_length=2, description="Value at each probability, never descending.")
+    probabilities: tuple[Finite, ...] = Field(min_length=2, description="Ascending, the first 0, the last 1.")
+    values: tuple[Bounded, ...] = Field(min_length=2, description="Value at each probability, never descending.")
     interpolation: Literal["log", "linear"] = Field(
         "log",
         description="Interpolation between entries, linear in probability: of the logarithm of the value (values below `floor` count as `floor`), or of the value.",
     )
-    floor: Positive = Field(1.0, description="Smallest value of a table that is interpolated by logarithm.")
+    floor: Positive = Field(1.0, le=LARGEST, description="Smallest value of a table that is interpolated by logarithm.")
 
     @model_validator(mode="after")
     def _ascending(self) -> QuantileTable:

@@ -61,8 +61,8 @@ class TenantShares(WorkloadSection):
     shares: dict[str, _Share] | None = Field(
         None, min_length=1, description="Share of each tenant by name, relative to the others'."
     )
-    count: Count | None = Field(
-        None, description="Number of tenants, named tenant-0, tenant-1, …, in place of `shares`."
+    count: int | None = Field(
+        None, ge=1, le=1_000_000, description="Number of tenants, named tenant-0, tenant-1, …, in place of `shares`."
     )
     zipf_exponent: NonNegative = Field(
         1.0, description="With `count`: the k-th tenant sends in proportion to 1 / k^exponent."
@@ -129,14 +129,17 @@ class WorkloadOptions(WorkloadSection):
         None, description="Leave out requests that arrive at this time or later, in the source's seconds."
     )
     skip: int = Field(
-        0, ge=0, description="Number of requests to leave out at the start; time then starts at the first one kept."
+        0,
+        ge=0,
+        le=1_000_000_000,
+        description="Number of requests to leave out at the start; time then starts at the first one kept.",
     )
     first: Count | None = Field(
         None, description="Number of requests to keep, after `skip` and the limits of length; null: all."
     )
     max_prompt_tokens: Count | None = Field(None, description="Longest prompt in tokens; null: no limit.")
     max_total_tokens: int | None = Field(
-        None, ge=2, description="Maximum total of prompt and output, tokens; null: no limit."
+        None, ge=2, le=2**32, description="Maximum total of prompt and output, tokens; null: no limit."
     )
     too_long: Literal["drop", "clip", "error"] = Field(
         "drop",
@@ -190,11 +193,16 @@ class WorkloadOptions(WorkloadSection):
         """Return the mean rate of the source over all seeds, in requests per second, before these options are applied;
         None if it is unknown.
 
-        If the mean rate is known, the option `rate` stretches the workloads of all seeds by the same factor. If it is
-        unknown, each seed's workload is stretched by its own factor. These factors are equal for a file, because its
-        arrivals are the same for every seed.
+        If the mean rate is known and the rate is constant (`is_rate_constant`) or the source is not cut, the option
+        `rate` stretches the workloads of all seeds by the same factor. Otherwise each seed's workload is stretched by
+        its own factor. These factors are equal for a file, because its arrivals are the same for every seed.
         """
         return None
+
+    @property
+    def is_rate_constant(self) -> bool:
+        """True if the expected rate is the same at all times, so that every part of the source has its mean rate."""
+        return True
 
 
 def check_end(arrivals: object, number: int | None, duration_s: float | None, name: str) -> None:

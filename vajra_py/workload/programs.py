@@ -107,6 +107,7 @@ class ProgramCalls(BaseModel):
     max_context_tokens: int | None = Field(
         None,
         ge=1,
+        le=1_000_000_000,
         description="Maximum prompt length, tokens: a longer prompt is replaced by its new text alone; null: no bound.",
     )
     system_prompts: SystemPrompts | None = Field(None, description="The system prompts, one drawn for each program.")

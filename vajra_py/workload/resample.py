@@ -14,15 +14,16 @@ belongs to a program or session.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from msgspec import structs
 
 from vajra_py.errors import WorkloadError
-from vajra_py.workload.arrays import F64, I64, StringColumn
+from vajra_py.workload.arrays import F64, I64, ObjectArray, StringColumn, objects
 from vajra_py.workload.columns import Columns, follow_columns
+from vajra_py.workload.stated import FactColumn
 from vajra_py.workload.workload import Workload
 
 __all__ = ["block_bootstrap", "random_window", "thin", "units_of"]
@@ -220,25 +221,36 @@ def _copied(columns: Columns, rows: I64, copies: I64, times: F64) -> Columns:
     rows, copies, times = rows[order], copies[order], times[order]
     numbers = np.arange(len(rows), dtype=np.int64)
     changes: dict[str, Any] = {"arrived_at": times, "request_id": StringColumn.numbered("", numbers)}
+    is_linked = columns.follows is not None or "parent_calls" in columns.stated
+    pairs = list(zip(copies.tolist(), rows.tolist(), strict=True)) if is_linked else []
+    place = {pair: new for new, pair in enumerate(pairs)}
     if columns.follows is not None:
-        place = {(copy, row): new for new, (copy, row) in enumerate(zip(copies.tolist(), rows.tolist(), strict=True))}
-        parents = [
-            [place[copy, parent] for parent in columns.parents(row)]
-            for copy, row in zip(copies.tolist(), rows.tolist(), strict=True)
-        ]
+        parents = [[place[copy, parent] for parent in columns.parents(row)] for copy, row in pairs]
         changes |= follow_columns(parents)
-    # `parent_calls` has old ids, so it is left out: parents are then derived from `follows` and `joins`.
-    stated = {name: column for name, column in columns.stated.items() if name != "parent_calls"}
-    copied = structs.replace(structs.replace(columns, follows=None, joins=None, stated=stated).take(rows), **changes)
+    copied = structs.replace(structs.replace(columns, follows=None, joins=None).take(rows), **changes)
     named = {"session_id": copied.session_id, "program_id": copied.program_id}
-    renamed = {
+    renamed: dict[str, FactColumn] = {
         fact: StringColumn.of(
             f"{name}#{copy}" if name else "" for name, copy in zip(column.tolist(), copies.tolist(), strict=True)
         )
         for fact, column in named.items()
         if column is not None
     }
+    if "parent_calls" in columns.stated:
+        renamed["parent_calls"] = _copied_calls(columns, pairs, place)
     return copied.stating(renamed)
+
+
+def _copied_calls(
+    columns: Columns, pairs: Sequence[tuple[int, int]], place: Mapping[tuple[int, int], int]
+) -> ObjectArray:
+    """Return `parent_calls` of copies, under the ids of the same copy of a unit; calls outside the unit are left out.
+
+    `pairs` holds the copy and the row of each request, and `place` the new row of each pair.
+    """
+    row_of = {name: row for row, name in enumerate(columns.request_id.tolist())}
+    stated = [[row_of.get(name, -1) for name in names] for names in columns.values("parent_calls")]
+    return objects([tuple(str(place[copy, one]) for one in stated[row] if (copy, one) in place) for copy, row in pairs])
 
 
 _OTHERS = "window: random"

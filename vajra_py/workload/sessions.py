@@ -37,7 +37,7 @@ class SystemPrompts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
-    count: int = Field(1, ge=1, description="Number of different system prompts.")
+    count: int = Field(1, ge=1, le=1_000_000, description="Number of different system prompts.")
     tokens: Distribution = Field(description="Length of a system prompt in tokens, drawn once for each.")
     zipf_exponent: NonNegative = Field(
         0.0, description="Exponent of their popularity: the k-th is used in proportion to 1 / k^exponent (0: uniform)."
@@ -79,6 +79,7 @@ class Sessions(BaseModel):
     max_context_tokens: int | None = Field(
         None,
         ge=1,
+        le=1_000_000_000,
         description="Maximum prompt length, tokens: a session ends before a turn with a longer one; null: no bound.",
     )
     mode: Literal["closed", "open"] = Field(

@@ -145,8 +145,11 @@ def read_profile(path: str | Path) -> Profile:
         coefficients = {name: _number(data["coefficients"][name]) for name in COEFFICIENTS}
         fit = StepFit(_number(data["base_s"]), curves, coefficients)
         variation = _variation(data["variation"]) if "variation" in data else None
-        return Profile(fit, dict(data["facts"]), data.get("errors", {}), int(data.get("num_shapes", 0)), variation)
-    except (KeyError, TypeError, ValueError) as error:
+        errors = {
+            name: {key: float(value) for key, value in one.items()} for name, one in data.get("errors", {}).items()
+        }
+        return Profile(fit, dict(data["facts"]), errors, int(data.get("num_shapes", 0)), variation)
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         message = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(Problem(where, f"is broken ({message})", "`vajra profile` writes it anew")) from error
 

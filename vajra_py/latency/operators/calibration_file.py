@@ -87,7 +87,7 @@ def read_calibration(path: str | Path) -> Calibration:
             errors={str(name): float(value) for name, value in data.get("errors", {}).items()},
             residuals={str(name): float(value) for name, value in data.get("residuals", {}).items()},
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(Problem(where, f"is broken ({reason})", "`vajra calibrate` writes it anew")) from error
 

@@ -48,3 +48,8 @@ class SyntheticConfig(WorkloadOptions, Lengths):
         if isinstance(self.arrivals, PiecewiseConstant):
             return self.arrivals.rate if self.num_requests is None and self.duration_s is None else None
         return None if isinstance(self.arrivals, AtOnce | ClosedLoop) else self.arrivals.rate
+
+    @property
+    def is_rate_constant(self) -> bool:
+        """True unless the arrivals have piecewise rates."""
+        return not isinstance(self.arrivals, PiecewiseConstant)
