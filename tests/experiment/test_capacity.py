@@ -7,15 +7,18 @@ import json
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from vajra_py.cli.main import vajra
 from vajra_py.config import ExperimentConfig, config_from_mapping, load_config
-from vajra_py.errors import ConfigError
-from vajra_py.experiment.capacity.study import find_capacity
+from vajra_py.config.slo import parse_slo
+from vajra_py.errors import ConfigError, RunError
+from vajra_py.experiment.capacity.study import find_capacity, metric_value
 from vajra_py.experiment.runs.run import run_experiment
+from vajra_py.metrics.summary.summary import Summary
 
 FILE = """
 version: 1
@@ -214,6 +217,35 @@ def test_the_cheapest_mix_of_devices_follows_their_prices(tmp_path: Path, price:
     line = found.sentence
     assert "$ an hour" in line
     assert ("short" in line) == uses_both
+
+
+def test_the_prices_of_pools_are_those_of_their_devices(tmp_path: Path) -> None:
+    fast, cheap = (f"{{type: roofline, model: llama-3-8b, device: {device}}}" for device in ("h100-sxm", "l40s"))
+    overrides = [
+        *("pools={prefill: {}, decode: {}}", "links={bandwidth_gb_s: 50}", f"backend.simulator.latency={fast}"),
+        f"backend.simulator.replicasets={{default: {{pools: {{decode: {{latency: {cheap}}}}}}}}}",
+        "capacity.replicas={pools.prefill.num_replicas: {max: 1}, pools.decode.num_replicas: {max: 1}}",
+    ]
+    (found,) = find_capacity(load_config(write(tmp_path, "mean(e2e) <= 9"), overrides), workers=1)
+    assert (found.error, found.costs, found.unit) == (None, (2.69, 0.79), "$ an hour")
+
+
+def test_nulls_of_the_file_apply_to_the_runs_of_a_search(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path), ["policy_timeout_s=null", "capacity.rate={min: 4, max: 4.1}"])
+    find_capacity(config, workers=1)
+    manifests = [json.loads(file.read_text()) for file in (tmp_path / "runs").rglob("manifest.json")]
+    assert {one["config"]["policy_timeout_s"] for one in manifests} == {None}
+
+
+def test_a_group_whose_name_has_two_meanings_is_refused() -> None:
+    def group(ttft_s: float) -> dict[str, Any]:
+        return {"counts": {"completed": 9}, "ttft_s": {"p99": ttft_s}}
+
+    metric = parse_slo("p99(ttft, chat) <= 1").conditions[0].metric
+    same = Summary({"by_slo_class": {"chat": group(2.0)}, "by_replicaset": {"chat": group(2.0)}})
+    assert metric_value(same, metric) == 2.0
+    with pytest.raises(RunError, match=r"p99\(ttft, chat\): is the name of several, with different values \(chat\)"):
+        metric_value(Summary({"by_slo_class": {"chat": group(9.0)}, "by_tenant": {"chat": group(0.1)}}), metric)
 
 
 def test_an_slo_that_never_or_always_holds_is_said_in_a_line(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from vajra_policies.round_robin import RoundRobin
 from vajra_py.config import ExperimentConfig, config_from_mapping, manifest
 from vajra_py.errors import ConfigError
 from vajra_py.experiment.runs.divided import Part
@@ -279,6 +280,14 @@ def test_a_part_that_cannot_be_run_is_told(tmp_path: Path) -> None:
     said = run_in_parts(config, registry, parts, lambda progress: Fails(registry, progress))
     assert said == "its worker was lost"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_whose_parts_cannot_be_planned_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, registry = config_of(tmp_path), load_registry()
+    parts = parts_of(config, registry, 3)
+    assert isinstance(parts, list)
+    monkeypatch.setattr(RoundRobin, "assign", lambda self, request, *_: None if request.num_prompt_tokens > 600 else 0)
+    assert run_in_parts(config, registry, parts, in_process()) == "round_robin binds a request to no replica (None)"
 
 
 def test_a_mistake_is_found_before_parts_are_made(tmp_path: Path) -> None:

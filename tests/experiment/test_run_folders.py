@@ -17,7 +17,7 @@ import pytest
 
 import vajra_py as vajra
 from tests.experiment.small import SMALL
-from vajra_py.config import ExperimentConfig
+from vajra_py.config import ExperimentConfig, config_from_mapping
 from vajra_py.errors import ConfigError, RunError
 from vajra_py.experiment.runs.folder import RunFolder, config_digest, find_all_runs, find_runs
 from vajra_py.experiment.runs.pool import Processes, RunTask
@@ -84,6 +84,24 @@ def test_a_run_does_not_take_the_place_of_a_sweep(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="contains something other than a run"):
         vajra.run(small(output={"dir": str(tmp_path)}), overwrite=True)
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("kept", ["rate-1-seed-1/manifest.json", "capacity.json"])
+def test_a_run_that_is_written_again_leaves_further_runs_in_its_folder(kept: str, tmp_path: Path) -> None:
+    vajra.run(small(), folder=tmp_path)
+    (tmp_path / kept).parent.mkdir(exist_ok=True)
+    (tmp_path / kept).write_text("{}")
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match="contains something other than a run, and is left as it is"):
+        vajra.run(small(), folder=tmp_path, overwrite=True)
+    assert contents(tmp_path) == before
+
+
+def test_the_simulation_of_a_measured_run_is_replaced_with_it(tmp_path: Path) -> None:
+    vajra.run(small(), folder=tmp_path)
+    vajra.run(small(), folder=tmp_path / "simulated")
+    vajra.run(small(), folder=tmp_path, overwrite=True)
+    assert {one.name for one in tmp_path.iterdir()} == FILES
 
 
 def test_other_settings_replace_results_only_when_asked_to(tmp_path: Path) -> None:
@@ -187,6 +205,13 @@ def test_what_changes_results_counts(other: dict[str, Any]) -> None:
 
 
 # Finding runs
+
+
+def test_a_null_in_place_of_a_default_reaches_other_processes(tmp_path: Path) -> None:
+    config = small(policy_timeout_s=None, programs={"idle_s": None})
+    sent = config_from_mapping(RunTask(config, tmp_path).settings)
+    assert (sent.policy_timeout_s, sent.programs.idle_s) == (None, None)
+    assert config_digest(sent) == config_digest(config)
 
 
 def test_runs_are_found_in_order_and_once(tmp_path: Path) -> None:

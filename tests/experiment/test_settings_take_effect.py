@@ -16,6 +16,7 @@ import pytest
 
 from vajra_py.config import config_from_mapping
 from vajra_py.errors import ConfigError
+from vajra_py.experiment.runs.results import asked_rate
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
 
@@ -114,6 +115,26 @@ def test_without_draining_a_run_ends_at_its_horizon(ran: Ran) -> None:
     assert reasons[:3] == ["stop"] * 3
     assert reasons[3] not in ("stop", "length")
     assert len(reasons) == 4
+
+
+def test_an_slo_that_was_missed_by_the_end_of_a_run_is_missed(ran: Ran) -> None:
+    run = ran(
+        {
+            **{"backend.simulator.horizon_s": 30.0, "backend.simulator.drain": False},
+            **{"workload.output_tokens.value": 600, "workload.slo_classes": "[{name: chat, deadline_s: 5}]"},
+        }
+    )
+    assert set(column(run, "reason")) == {"unfinished"}
+    assert column(run, "slo_met") == [False] * 10
+    assert run.summary.value("overall.slo.overall.num_missed") == 10
+    (run.path / "summary.json").unlink()
+    assert RunData.load(run.path).summary.value("overall.slo.overall.num_missed") == 10
+
+
+@pytest.mark.parametrize("time_scale", [0.5, 2.0])
+def test_the_rate_asked_for_is_that_of_the_engines_clock(time_scale: float) -> None:
+    backend = {"engine": {"model": "/models/m", "time_scale": time_scale}}
+    assert asked_rate(config_from_mapping({**BASE, "backend": backend})) == 1.0 / time_scale
 
 
 def test_forming_a_step_takes_the_time_that_is_said(ran: Ran) -> None:

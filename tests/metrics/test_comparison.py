@@ -79,6 +79,13 @@ def test_runs_of_one_load_stand_together(make_run: Make) -> None:
     assert comparison.load_starts() == {1, 0}
 
 
+def test_a_load_that_was_varied_together_with_a_policy_is_a_load(make_run: Make) -> None:
+    runs = [make_run(name="first", rate_per_s=4.0), make_run(name="short", rate_per_s=16.0, shortest_first=True)]
+    comparison = compare(runs)
+    assert comparison.loads == ("rate per s 4", "rate per s 16")
+    assert comparison.best("ttft_p50_s") == set()
+
+
 def test_every_form_holds_the_same(make_run: Make) -> None:
     comparison = compare([make_run(name="a|b", chunk_tokens=64), make_run(name="[x]", chunk_tokens=512)])
     frame = comparison.frame()

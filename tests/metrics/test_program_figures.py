@@ -115,6 +115,13 @@ def test_programs_that_fail_or_do_not_finish_have_no_makespan(tmp_path: Path) ->
     assert data.summary.data["programs"]["failed"] == 1
 
 
+def test_a_program_that_missed_its_slo_by_the_end_of_the_run_missed_it(tmp_path: Path) -> None:
+    simulator = {"latency": SECOND_A_STEP, "horizon_s": 20.0, "drain": False}
+    data = run(tmp_path, [call("a", "p", num_output_tokens=50, program_slo_s=9.0)], backend={"simulator": simulator})
+    (row,) = data.programs().to_pylist()
+    assert (row["reason"], row["slo_met"]) == ("unfinished", False)
+
+
 def test_comparison_and_report_have_programs(tmp_path: Path) -> None:
     runs = [run(tmp_path, FORK, name, seed=seed) for seed, name in enumerate(("one", "two"))]
     compared = compare(runs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,9 +23,7 @@ from vajra_py.workload import (
     Uniform,
     Workload,
     named_streams,
-    read_jsonl,
     sessions_workload,
-    write_jsonl,
 )
 from vajra_py.workload.request import follows_of
 
@@ -91,15 +88,6 @@ def test_requests_come_back_as_they_were_given(workload: Workload) -> None:
     assert workload[:] == requests
     assert workload[-1] == requests[-1]
     assert list(pickle.loads(pickle.dumps(workload))) == requests
-
-
-@pytest.mark.parametrize("stated", [(), ("a",)])
-def test_calls_state_the_parents_that_they_were_given(tmp_path: Path, stated: tuple[str, ...]) -> None:
-    first = RequestSpec("a", 0.0, 10, 5, program_id="p")
-    second = RequestSpec("b", 1.0, 10, 5, program_id="p", follows="a", parent_calls=stated)
-    workload = Workload.from_requests([first, second])
-    write_jsonl(workload, tmp_path / "calls.jsonl")
-    assert list(workload) == list(read_jsonl(tmp_path / "calls.jsonl")) == [first, second]
 
 
 def test_an_index_beyond_the_end_is_an_error(three: Workload) -> None:

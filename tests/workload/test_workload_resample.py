@@ -22,6 +22,7 @@ from vajra_py.workload import (
     named_streams,
     write_jsonl,
 )
+from vajra_py.workload.arrays import objects
 from vajra_py.workload.resample import block_bootstrap, random_window, thin, units_of
 
 ADAPTER: TypeAdapter[Any] = TypeAdapter(WorkloadConfig)
@@ -150,20 +151,20 @@ def shared_prefixes(session: str = "") -> Workload:
     )
 
 
-@pytest.mark.parametrize("stated", [(), ("a",)])
-def test_calls_in_a_bootstrap_state_the_parents_of_their_own_copy(stated: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("declares_parents", [True, False])
+def test_calls_in_a_bootstrap_state_the_parents_of_their_own_copy(declares_parents: bool) -> None:
     calls: list[RequestSpec] = []
     for number in range(4):
         first, program = f"a{number}", f"p{number}"
         calls.append(RequestSpec(first, 10.0 * number, 10, 5, program_id=program))
-        parents = tuple(first for _ in stated)
-        calls.append(
-            RequestSpec(f"b{number}", 10.0 * number + 1, 10, 5, program_id=program, follows=first, parent_calls=parents)
-        )
-    sample = block_bootstrap(Workload.from_requests(calls), np.random.default_rng(1), block_requests=1)
+        calls.append(RequestSpec(f"b{number}", 10.0 * number + 1, 10, 5, program_id=program, follows=first))
+    workload = Workload.from_requests(calls)
+    if not declares_parents:
+        workload = Workload(workload.columns.stating({"parent_calls": objects([()] * len(calls))}), "w")
+    sample = block_bootstrap(workload, np.random.default_rng(1), block_requests=1)
     children = [one for one in sample if one.follows is not None]
     assert len(children) == 4
-    assert all(one.parent_calls == (one.parents if stated else ()) for one in children)
+    assert all(one.parent_calls == (one.parents if declares_parents else ()) for one in children)
 
 
 def test_what_would_change_how_prefixes_are_found_is_refused() -> None:

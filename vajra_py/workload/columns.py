@@ -360,8 +360,10 @@ def columns_from_requests(requests: Sequence[RequestSpec]) -> Columns:
 
 
 def _stated_columns(requests: Sequence[RequestSpec]) -> dict[str, FactColumn]:
-    """Return a column for each fact that differs from what an absent column stands for in any of the requests."""
+    """Return a column for each fact that any of the requests states."""
     stated = {name: list(map(attrgetter(name), requests)) for name in _FORMATS}
-    absent = {name: [_FORMATS[name][0].default] * len(requests) for name in _FORMATS}
-    absent["parent_calls"] = [request.parents if request.program_id else () for request in requests]
-    return {name: _FORMATS[name][1].column(values) for name, values in stated.items() if values != absent[name]}
+    return {
+        name: _FORMATS[name][1].column(values)
+        for name, values in stated.items()
+        if any(value != _FORMATS[name][0].default for value in values)
+    }

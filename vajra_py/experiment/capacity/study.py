@@ -24,10 +24,10 @@ from vajra_py.experiment.capacity.answers import CapacityAnswer, CurvePoint
 from vajra_py.experiment.capacity.plain_values import plain_values
 from vajra_py.experiment.capacity.rate import RateQuestion, search_rate
 from vajra_py.experiment.capacity.search import Answer, Probe, Search, Setting, Slacks, search_replicas
-from vajra_py.experiment.device_figures import devices_of, latency_models
+from vajra_py.experiment.device_figures import devices_of, latency_models, model_key
 from vajra_py.experiment.runs.equal_seeds import EqualSeeds, drew_beside_workload
-from vajra_py.experiment.runs.folder import RunFolder
-from vajra_py.experiment.runs.pool import MakePool, RunTask, local_pool
+from vajra_py.experiment.runs.folder import CAPACITY_FILE, RunFolder
+from vajra_py.experiment.runs.pool import MakePool, RunTask, local_pool, plain_settings
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.metrics.summary.summary import Summary
 from vajra_py.plugins import Registry, load_registry
@@ -191,7 +191,7 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
         clash = [path for path in (*paths, _SEED) if path in point]
         if clash:
             raise ConfigError(Problem(f"sweep.{clash[0]}", "is what the search varies", "Allowed: other settings"))
-        mapping = one.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"capacity", "sweep"})
+        mapping = {key: value for key, value in plain_settings(one).items() if key not in ("capacity", "sweep")}
         costs, unit = _costs(asked, one, registry)
         label = values_of_label(point.label) or one.name
         folder = config.output_dir / config.name / point.point_id if config.sweep else config.output_dir / config.name
@@ -214,7 +214,7 @@ def _costs(asked: CapacityConfig, config: ExperimentConfig, registry: Registry) 
     if given:
         return tuple(given), "of cost"
     devices = devices_of(config, latency_models(config, registry))
-    kinds = [devices.get(_replicaset_of(path)) for path in asked.replicas or ()]
+    kinds = [devices.get(_devices_key(path)) for path in asked.replicas or ()]
     prices = [
         one.costs.price_per_hour * one.devices_per_replica
         for one in kinds
@@ -225,9 +225,12 @@ def _costs(asked: CapacityConfig, config: ExperimentConfig, registry: Registry) 
     return tuple(prices), "$ an hour"
 
 
-def _replicaset_of(path: str) -> str:
+def _devices_key(path: str) -> str:
+    """Return the key in `devices_of` of the replicas whose number is at a path."""
     parts = path.split(".")
-    return parts[1] if parts[0] == "replicasets" and len(parts) > 1 else "default"
+    names = dict(zip(parts[::2], parts[1::2], strict=False))
+    replicaset = names.get("replicasets", "default")
+    return model_key(replicaset, names["pools"]) if "pools" in names else replicaset
 
 
 def _without(names: Sequence[str], mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -415,18 +418,22 @@ class _Search:
 def metric_value(summary: Summary, metric: SloMetric) -> float | None:
     """Return the value of an SLO's metric in a run; None if there is no value because no request completed.
 
-    Raises `RunError` if the run does not have the metric's group, or if requests completed but there is no value.
+    Raises `RunError` if the run does not have the metric's group, if several groups of that name differ in the metric,
+    or if requests completed but there is no value.
     """
-    group: Any = summary.data.get("overall", {})
+    groups: list[Any] = [summary.data.get("overall", {})]
     if metric.group is not None:
-        groups = {name: one for key in GROUPS for name, one in (summary.data.get(key) or {}).items()}
-        if metric.group not in groups:
+        sections = [summary.data.get(key) or {} for key in GROUPS]
+        groups = [section[metric.group] for section in sections if metric.group in section]
+        if not groups:
             message = f"{metric.text}: no SLO class, tenant or replicaset has that name ({metric.group})"
-            raise RunError(f"capacity.slo: {message}. {did_you_mean(metric.group, groups)}")
-        group = groups[metric.group]
-    value = group
-    for key in metric.path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
+            names = [name for section in sections for name in section]
+            raise RunError(f"capacity.slo: {message}. {did_you_mean(metric.group, names)}")
+    values = [_at(one, metric.path) for one in groups]
+    if len(set(values)) > 1:
+        message = f"{metric.text}: is the name of several, with different values ({metric.group})"
+        raise RunError(f"capacity.slo: {message}. Allowed: the name of only one SLO class, tenant or replicaset.")
+    group, value = groups[0], values[0]
     if value is None and (group.get("counts") or {}).get("completed"):
         hint = "Requests need an SLO of their own (slo_classes) for an attainment"
         raise RunError(f"capacity.slo: {metric.text}: no request of the run has a value. {hint}.")
@@ -438,4 +445,4 @@ def _write_json(answers: Sequence[CapacityAnswer], config: ExperimentConfig) -> 
     folder = config.output_dir / config.name
     folder.mkdir(parents=True, exist_ok=True)
     slo = config.capacity.slo if config.capacity else ""
-    (folder / "capacity.json").write_text(json.dumps(plain_values(slo, answers), indent=1) + "\n")
+    (folder / CAPACITY_FILE).write_text(json.dumps(plain_values(slo, answers), indent=1) + "\n")

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from vajra_py.config import ExperimentConfig, config_from_mapping
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.experiment.measured.run import MeasuredRun
+from vajra_py.experiment.runs.folder import SIMULATED
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.latency import AiconfiguratorConfig, ProfileBundleConfig, read_bundle
 from vajra_py.metrics.runs.run_data import RunData
@@ -21,7 +22,6 @@ from vajra_py.workload import RequestSpec, write_jsonl
 
 PRESET = "vllm-v1"
 WORKLOAD_FILE = "workload.jsonl.gz"
-SIMULATED = "simulated"
 
 
 def bundle_latency(

@@ -20,6 +20,7 @@ from vajra_py.experiment.measured.accuracy import Accuracy, compare_with_measure
 from vajra_py.experiment.measured.files import read_measured
 from vajra_py.experiment.runs.backend import Backend, Run
 from vajra_py.experiment.runs.engined import ENGINE_FILE
+from vajra_py.experiment.runs.folder import SIMULATED
 from vajra_py.experiment.runs.replay import sized_config
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.experiment.runs.simulated import SimulatedRun
@@ -29,9 +30,6 @@ from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.runtime.records.output_log import OUTPUTS_FILE
 from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.workload import Workload
-
-SIMULATED = "simulated"
-"""Folder of the simulation, below the folder of the engine's run."""
 
 
 def check_validation(config: ExperimentConfig) -> None:

@@ -1,4 +1,7 @@
-"""Division of a simulation into independent parts, whose merged results are byte for byte those of the undivided run.
+"""Division of a simulation into independent parts, whose merged results equal those of the undivided run.
+
+Tables have equal rows. Files are equal byte for byte, except that the files of steps and decisions may store a sequence
+of repeated steps in fewer records than those of the undivided run.
 
 Replicasets share nothing but the order of requests. The replicas of one replicaset share nothing else either, if its
 scheduler binds requests on arrival without reading loads, and no policy keeps state about requests of other replicas.

@@ -23,6 +23,10 @@ from vajra_py.plugins import Registry
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
 _FIRST_FILES = {"environment.json", "environment.partial", "config.yaml", "manifest.partial"}
 """Files written before the manifest; a folder with only these belongs to a run that was killed at its start."""
+CAPACITY_FILE = "capacity.json"
+"""File with the answers of a capacity search, beside the folders of its runs."""
+SIMULATED = "simulated"
+"""Subfolder of a measured run with the run's simulation; the only run in a subfolder that belongs to a run."""
 
 
 def config_digest(config: SystemConfig) -> str:
@@ -111,19 +115,19 @@ class RunFolder:
     def check(self, config: SystemConfig, *, overwrite: bool) -> None:
         """Raise `ConfigError` if a run with these settings must not be written to the folder.
 
-        That is the case if the folder contains files that do not belong to a run. Unless `overwrite` is set, it is also
-        the case if the folder contains results of other settings, or of input files that have changed since.
+        That is the case if the folder contains files that do not belong to a run, or further runs in its subfolders (of
+        a sweep or a capacity search). Unless `overwrite` is set, it is also the case if the folder contains results of
+        other settings, or of input files that have changed since.
         """
+        is_other = self.holds_other_results(config)
+        if self._holds_further_runs() or (is_other and "config_digest" not in self._manifest()):
+            message = "contains something other than a run, and is left as it is"
+            raise ConfigError(Problem(f"output {self.path}", message, "Another name or folder, or an empty one"))
         changed = [] if overwrite else self._changed_files(config)
         if changed:
             message = f"contains results computed before these files changed ({', '.join(changed)})"
             raise ConfigError(Problem(f"output {self.path}", message, "Another name or folder, or overwrite it"))
-        if self.holds_other_results(config):
-            if "config_digest" not in self._manifest():
-                message = "contains something other than a run, and is left as it is"
-                raise ConfigError(Problem(f"output {self.path}", message, "Another name or folder, or an empty one"))
-            if overwrite:
-                return
+        if is_other and not overwrite:
             raise ConfigError(
                 Problem(
                     f"output {self.path}",
@@ -131,6 +135,10 @@ class RunFolder:
                     "Give the experiment another name (`--set name=…`) or folder (`--set output.dir=…`), or overwrite it",
                 )
             )
+
+    def _holds_further_runs(self) -> bool:
+        further = self.path.rglob("*/manifest.json")
+        return (self.path / CAPACITY_FILE).exists() or any(one.parent != self.path / SIMULATED for one in further)
 
     def start(self, config: SystemConfig, registry: Registry, *, overwrite: bool, is_private: bool = False) -> None:
         """Lock and empty the folder and write the first files of a run of these settings; with `is_private`, only the

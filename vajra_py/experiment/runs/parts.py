@@ -1,6 +1,4 @@
-"""Execute a run in parts (`divided`) and merge their results; the files are byte for byte those of the
-undivided run.
-"""
+"""Execute a run in parts (`divided`) and merge their results; the tables have the rows of the undivided run's tables."""
 
 from __future__ import annotations
 
@@ -88,7 +86,8 @@ def run_in_parts(
         runs.close()
     if failed is None:
         _combine(config, registry, place, paths)
-    shutil.rmtree(folder)
+    if folder.exists():  # no part may have begun
+        shutil.rmtree(folder)
     return failed or RunData.load(place.path)
 
 

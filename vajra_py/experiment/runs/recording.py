@@ -264,21 +264,23 @@ class RunRecording:
         controller = end.controller
         recorder, path = self._recorder, self._place.path
         assert recorder is not None
+        ended_at = to_seconds(end.now)
         if self._movement is not None:
-            self._movement.on_run_end(to_seconds(end.now))
+            self._movement.on_run_end(ended_at)
         recorder.record_unfinished(controller.alive())
+        recorder.requests.ended_at = ended_at
         write_parquet(recorder.requests, path / "requests.parquet")
         write_parquet(recorder.steps, path / "steps.parquet")
         write_parquet(recorder.tbt, path / "tbt.parquet")
         requests, steps, tbt = recorder.requests.to_table(), recorder.steps.to_table(), recorder.tbt.to_table()
-        summary = summarise(requests, steps, tbt, None)
+        summary = summarise(requests, steps, tbt, ended_at=ended_at)
         if self._movement is not None:
             write_parquet(self._movement.table, path / TRANSFERS_FILE)
             inside = np.ones(requests.num_rows, dtype=np.bool_)
             summary = summary.with_sections(movement_section(self._movement.table.to_table(), requests, inside))
         if self._drafts is not None:
             summary = summary.with_sections(drafts_section(requests, np.ones(requests.num_rows, dtype=np.bool_)))
-        summary = with_programs(summary, requests, path) or summary
+        summary = with_programs(summary, requests, path, ended_at) or summary
         (path / "summary.json").write_text(summary.to_json())
 
     def _facts(self, end: SessionEnd) -> dict[str, Any]:

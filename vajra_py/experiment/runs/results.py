@@ -69,6 +69,7 @@ def write_results(
 
     `ended_at` is in seconds on the run's clock; `step_times` is the origin of step times, for the summary.
     """
+    tables.requests.ended_at = ended_at
     requests, tbt = tables.requests.to_table(), tables.tbt.to_table()
     records = tables.steps.records()
     with ThreadPoolExecutor(1) as beside:  # tables are encoded mostly without the GIL, while the summary is computed
@@ -95,7 +96,7 @@ def write_results(
             inside = window.holds(numpy_array(requests.column("arrived_at")))
             summary = summary.with_sections(drafts_section(requests, inside))
         summary = summary.with_step_times(step_times).with_warnings([*tables.notes])
-        programs = with_programs(summary, requests, path, tables.ideal_makespans)
+        programs = with_programs(summary, requests, path, ended_at, tables.ideal_makespans)
         summary = summary if programs is None else programs
         if tables.emitted is not None and tables.emitted.num_rows:
             write_table(tables.emitted, path / EMITTED_FILE)
@@ -105,14 +106,14 @@ def write_results(
 
 
 def with_programs(
-    summary: Summary, requests: ArrowTable, path: Path, ideal: IdealMakespans | None = None
+    summary: Summary, requests: ArrowTable, path: Path, ended_at: float, ideal: IdealMakespans | None = None
 ) -> Summary | None:
     """Write the table of programs, and return the summary with a section on programs; None for a run without
-    programs.
+    programs. `ended_at` is the end of the run in seconds.
     """
     if "program_id" not in requests.column_names:
         return None
-    table = programs_table(requests, None if ideal is None else ideal(requests))
+    table = programs_table(requests, None if ideal is None else ideal(requests), ended_at)
     assert table is not None
     write_table(table, path / PROGRAMS_FILE)
     window = Window(summary.data["window"]["start_s"], summary.data["window"]["end_s"])
@@ -148,8 +149,9 @@ def _write_tables(path: Path, tables: Tables) -> None:
 def _summary(config: ExperimentConfig, requests: Any, steps: Any, tbt: Any, ended_at: float) -> Summary:
     """Return the summary of these pyarrow tables; `steps` needs only the columns `STEPS_READ`."""
     arrived_at, e2e_s = (numpy_array(requests.column(name)) for name in ("arrived_at", "e2e_s"))
-    summary = summarise(requests, steps, tbt, _window(config, arrived_at, e2e_s, ended_at))
-    return summary.with_warnings(rate_warnings(summary.data, _asked_rate(config)))
+    window = _window(config, arrived_at, e2e_s, ended_at)
+    summary = summarise(requests, steps, tbt, window, ended_at=ended_at)
+    return summary.with_warnings(rate_warnings(summary.data, asked_rate(config)))
 
 
 def _window(config: ExperimentConfig, arrived_at: Floats, e2e_s: Floats, ended_at: float) -> Window | None:
@@ -167,11 +169,12 @@ def _window(config: ExperimentConfig, arrived_at: Floats, e2e_s: Floats, ended_a
     return Window(start, max(start, ended_at))
 
 
-def _asked_rate(config: ExperimentConfig) -> float | None:
+def asked_rate(config: ExperimentConfig) -> float | None:
     """Return the configured request rate of the workload, from its `rate` or, for a synthetic workload without
-    `time_scale`, from its arrivals; None if there is none.
+    `time_scale`, from its arrivals, as it is on the run's clock (`time_scale` of the backend); None if there is none.
     """
     asked = config.workload.rate
     if asked is None and config.workload.type == "synthetic" and config.workload.time_scale is None:
         asked = getattr(config.workload.arrivals, "rate", None)
-    return asked
+    time_scale: float = getattr(config.backend.settings, "time_scale", 1.0)
+    return None if asked is None else asked / time_scale

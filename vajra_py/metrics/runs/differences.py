@@ -81,10 +81,27 @@ def axes(runs: Sequence[RunData]) -> list[Axis]:
     counts of pools come first, then those of policies, parameters, the workload and the seed; within each kind the
     order is that of the configuration.
     """
-    differing = {path: values for path, values in differences(runs).items() if path.split(".")[0] not in _IGNORED}
+    differing = _differing(runs)
     pools = tuple(_composition(run.config.get("pools")) for run in runs) if len(runs) > 1 else ()
     if len(set(pools)) > 1:
         differing[POOLS_PATH] = pools
+    return _axes_of(differing)
+
+
+def workload_axes(runs: Sequence[RunData]) -> list[Axis]:
+    """Return the axes of the workload, without the seed. Differences of the system are left out of account, so a
+    setting of the workload that was varied together with a policy is an axis, unlike in `axes`.
+    """
+    return _axes_of({path: values for path, values in _differing(runs).items() if _is_of_workload(path)})
+
+
+def _differing(runs: Sequence[RunData]) -> dict[str, tuple[str, ...]]:
+    """Return the differences that affect results."""
+    return {path: values for path, values in differences(runs).items() if path.split(".")[0] not in _IGNORED}
+
+
+def _axes_of(differing: Mapping[str, tuple[str, ...]]) -> list[Axis]:
+    """Return an axis for each of these differences whose values are not determined by the values of other axes."""
     kept: dict[str, tuple[str, ...]] = {}
     joined: dict[str, list[str]] = {}
     for path in sorted(differing, key=_rank):
@@ -123,7 +140,11 @@ def _join(kept: dict[str, tuple[str, ...]], joined: dict[str, list[str]], path: 
 
 def is_workload(axis: Axis) -> bool:
     """Return whether this axis varies the workload or the seed, not the system."""
-    return axis.path == SEED_PATH or axis.path.split(".")[0] in (WORKLOAD_PREFIX, "workloads")
+    return axis.path == SEED_PATH or _is_of_workload(axis.path)
+
+
+def _is_of_workload(path: str) -> bool:
+    return path.split(".")[0] in (WORKLOAD_PREFIX, "workloads")
 
 
 _RATE_WORDS = ("rate", "rate_per_s", "time_scale", "num_users")
@@ -157,7 +178,7 @@ def _rank(path: str) -> int:
     if path == POOLS_PATH:
         return -1
     parts = path.split(".")
-    if parts[0] in (WORKLOAD_PREFIX, "workloads"):
+    if _is_of_workload(path):
         return 2 + IDENTITIES.index(parts[1]) if parts[1:2] and parts[1] in IDENTITIES else 6
     return 0 if path.endswith(".policy") else 1
 

@@ -20,7 +20,7 @@ from vajra_py.metrics.runs.copies import (
     originals,
     same_load_sentence,
 )
-from vajra_py.metrics.runs.differences import ABSENT, SEED_PATH, Axis, axes, flatten, is_rate, is_workload
+from vajra_py.metrics.runs.differences import ABSENT, SEED_PATH, Axis, axes, flatten, is_rate, workload_axes
 from vajra_py.metrics.runs.load_variation import load_note
 from vajra_py.metrics.runs.naming import distinct
 from vajra_py.metrics.runs.run_data import RunData
@@ -68,7 +68,7 @@ def load_labels(runs: Sequence[RunData]) -> tuple[str, ...]:
     """Return, for each run, the values of the workload parameters in which the runs differ (without seeds), as text;
     empty texts if the runs differ in no workload parameter.
     """
-    varied = [axis for axis in system_axes(runs) if is_workload(axis)]
+    varied = workload_axes(runs)
     return tuple(", ".join(f"{axis.label} {axis.values[i]}" for axis in varied) for i in range(len(runs)))
 
 
@@ -76,7 +76,7 @@ def workload_differences(runs: Sequence[RunData]) -> str:
     """Return a sentence, without its full stop, on how the runs' workloads differ; an empty text if they differ at most
     in their rate.
     """
-    varied = [axis for axis in system_axes(runs) if is_workload(axis)]
+    varied = workload_axes(runs)
     if all(is_rate(axis) for axis in varied):
         return ""
     words = ", ".join(f"{axis.label} ({', '.join(axis.levels)})" for axis in varied if not is_rate(axis))

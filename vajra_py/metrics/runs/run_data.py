@@ -123,7 +123,7 @@ class RunData:
         """The run's summary; computed from the tables if the folder has none."""
         path = self.path / SUMMARY_FILE
         if not path.exists():
-            return summarise(self.requests(), self.steps(), self.tbt())
+            return summarise(self.requests(), self.steps(), self.tbt(), ended_at=self.manifest.get("ended_at_s"))
         try:
             return Summary.from_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

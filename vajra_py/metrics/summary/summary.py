@@ -137,16 +137,19 @@ _LATENCIES = ("ttft_s", "tpot_s", "e2e_s", "queue_s")
 _REQUEST_GAPS = {"tbt_p50_s": "request_tbt_p50_s", "tbt_p99_s": "request_tbt_p99_s", "tbt_max_s": "request_tbt_max_s"}
 
 
-def summarise(
+def summarise(  # noqa: PLR0913 - three tables, and settings that may be left out
     requests: ArrowTable,
     steps: ArrowTable,
     tbt: ArrowTable,
     window: Window | None = None,
     slo: SloDefaults | None = None,
     service: ServiceWeights | None = None,
+    ended_at: float | None = None,
 ) -> Summary:
     """Summarise a run's three tables over a measurement window (by default everything from the first arrival on).
 
+    `ended_at` is the end of the run, until which unfinished requests were observed; by default the end of the window or
+    the last event of a request, whichever is later.
     `slo` has the default SLOs of requests without their own; `service` has the weights of service for fairness. The
     table of gaps has no times, so the `tbt_s` distribution covers the whole run; the `request_tbt_*` distributions
     cover the requests of the window. A million requests take seconds.
@@ -154,7 +157,8 @@ def summarise(
     window = window or covering_window(requests, steps)
     classes = group_codes(requests, "slo_class")
     tenants = group_codes(requests, "tenant")
-    columns, stability = _columns(requests, window, slo or SloDefaults(), classes)
+    observed_until = window.end_at if ended_at is None else max(window.end_at, ended_at)
+    columns, stability = _columns(requests, window, slo or SloDefaults(), classes, observed_until)
     every = np.arange(requests.num_rows)
     rates = columns.rates.to_dict()
     data: Section = {
@@ -188,7 +192,11 @@ def covering_window(requests: ArrowTable, steps: ArrowTable) -> Window:
 
 
 def _columns(
-    requests: ArrowTable, window: Window, slo: SloDefaults, classes: tuple[Ints, list[str]]
+    requests: ArrowTable,
+    window: Window,
+    slo: SloDefaults,
+    classes: tuple[Ints, list[str]],
+    observed_until: float,
 ) -> tuple[_Columns, Stability]:
     completed, dropped = reason_masks(requests.column("reason"))
     arrived_at, ended_at = floats_of(requests, "arrived_at"), floats_of(requests, "ended_at")
@@ -201,7 +209,8 @@ def _columns(
         dropped,
         floats_of(requests, "tbt_max_s"),
     )
-    judgement = judge_slos(outcomes, _slo_targets(requests, outcomes, slo, classes))
+    end_at = max(observed_until, outcomes.observed_until())
+    judgement = judge_slos(outcomes, _slo_targets(requests, outcomes, slo, classes), end_at)
     codes, names = group_codes(requests, "reason")
     positions = np.array([REASONS.index(name) for name in names], dtype=np.int64)
     reason = positions[codes] if positions.size else codes
@@ -209,7 +218,6 @@ def _columns(
     admitted_at = floats_of(requests, "admitted_at")
     inside = window.holds(arrived_at)
     stability = _stability(outcomes, admitted_at, facts["num_prompt_tokens"], reason, window)
-    end_at = max(window.end_at, outcomes.observed_until())
     columns = _Columns(
         outcomes=outcomes,
         admitted_at=admitted_at,

@@ -47,9 +47,13 @@ PROGRAM_TABLE_COLUMNS = (*_TEXTS, *_COUNTS, *_TIMES, "slo_met")
 """Columns of the table, in order. `num_declared` is the number of calls declared by the client; -1 if not declared."""
 
 
-def programs_table(requests: ArrowTable, ideal_s: Mapping[str, float] | None = None) -> ArrowTable | None:
-    """Return the table of these requests' programs; None if no request belongs to a program. `ideal_s` has ideal
-    makespans by program.
+def programs_table(
+    requests: ArrowTable, ideal_s: Mapping[str, float] | None = None, run_ended_at: float = 0.0
+) -> ArrowTable | None:
+    """Return the table of these requests' programs; None if no request belongs to a program.
+
+    `ideal_s` has ideal makespans by program. `run_ended_at` is the end of the run, until which unfinished programs
+    were observed; the last event of a call if that is later.
     """
     if "program_id" not in requests.column_names:
         return None
@@ -74,7 +78,7 @@ def programs_table(requests: ArrowTable, ideal_s: Mapping[str, float] | None = N
         slowdown = makespan_s / columns["ideal_s"]
     columns["slowdown"] = np.where(np.isfinite(slowdown), slowdown, np.nan)
     slo_s = columns["program_slo_s"] = _extreme(np.fmax, codes, size, floats_of(calls, "program_slo_s"))
-    until = float(np.nanmax(np.concatenate([arrived_at, ended_at]))) if len(calls) else 0.0
+    until = max(run_ended_at, float(np.nanmax(np.concatenate([arrived_at, ended_at]))) if len(calls) else 0.0)
     age_s = np.where(is_done, makespan_s, until - columns["arrived_at"])
     is_lost = (age_s > slo_s) | (reason == FAILED)
     is_decided = ~np.isnan(slo_s) & (is_done | is_lost)

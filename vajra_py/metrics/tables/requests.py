@@ -142,6 +142,10 @@ class RequestsBuilder:
         self.has_admission, self.has_drafts = admission, further.drafts
         self.has_programs = False
         """True if a request belongs to a program or has an adapter, so that the table has `PROGRAM_COLUMNS`."""
+        self.ended_at = 0.0
+        """End of the run in seconds, until which unfinished requests were observed; 0 if not known, in which case it is
+        the last event of a request.
+        """
         self._fields = (*self._FIELDS, *_ADMISSION_FIELDS) if admission else self._FIELDS
         if self.has_drafts:
             self._fields = (*self._fields, *((name, "q") for name in DRAFT_COUNTS))
@@ -264,7 +268,8 @@ class RequestsBuilder:
 
     def _observed_until(self) -> float:
         moments = (self._rows.column(name) for name in ("arrived_at", "first_token_at", "ended_at"))
-        return max((float(np.nanmax(column)) for column in moments if not np.isnan(column).all()), default=0.0)
+        known = [float(np.nanmax(column)) for column in moments if not np.isnan(column).all()]
+        return max([self.ended_at, *known])
 
     def _numbers(self, rows: NDArray[Any], observed_until: float) -> Columns:
         """Return the columns of these rows, including derived ones, but without `_DISTINCT` and the columns of movement
