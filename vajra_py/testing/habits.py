@@ -143,7 +143,7 @@ def futile_preemptions(decisions: Sequence[Mapping[str, Any]]) -> tuple[int, int
     Only meaningful for runs with memory to spare, in which no other request needs a victim's blocks.
     """
     away: dict[str, int] = {}
-    """Number of admissions on the victim's replica before its preemption, by the victim's id."""
+    """For each preempted request, by its id: number of admissions on its replica until it was preempted."""
     admissions: dict[int, int] = {}
     num_preemptions = num_futile = 0
     for row in decisions:

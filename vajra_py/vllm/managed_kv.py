@@ -177,7 +177,7 @@ class ManagedKv(WithoutKvExtras):
 
     @property
     def growth_headroom(self) -> int:
-        """Number of resident requests, whichever they are, for which `grow_each` would succeed now."""
+        """Largest n such that `grow_each` would succeed now for any n resident requests."""
         return self.free_blocks // self._num_growing
 
     def blocks_for(self, num_tokens: int) -> int:

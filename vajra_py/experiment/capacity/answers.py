@@ -55,8 +55,8 @@ class CapacityAnswer:
     precision_fraction: float = 0.0
     """Requested relative precision of a rate."""
     note: str = ""
-    """Reason for fewer seeds than requested (a single seed gives no interval), or the only source of variation between
-    seeds.
+    """Reason for fewer seeds than requested: a single seed gives no interval. If all seeds have equal requests: the only
+    source of variation between seeds, such as step times. Else empty.
     """
 
     @property

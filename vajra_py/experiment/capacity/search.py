@@ -64,7 +64,7 @@ class Answer:
 
     @property
     def deciding(self) -> ConditionCapacity | None:
-        """Condition at the position `decides`; None without one."""
+        """Condition that decides the answer; None if no condition does."""
         return None if self.decides is None else self.conditions[self.decides]
 
 

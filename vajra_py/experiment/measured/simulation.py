@@ -30,8 +30,9 @@ def bundle_latency(
     """Return the section `latency:` for simulating a measured run with a profile bundle; `changes` override its
     settings.
 
-    Parallelism, CUDA graphs and asynchronous scheduling are those of the run, and contexts vary as much as its
-    requests' contexts. If the engine recorded the token times, tokens reach the client without delay.
+    Parallelism, CUDA graphs and asynchronous scheduling are those of the run, and contexts vary as much as those of the
+    run's requests. If the engine recorded the token times, the simulated tokens reach the client without delay, because
+    the recorded times do not include the way to a client.
 
     Raises:
         ConfigError: The bundle was measured with another model or another data type of the KV cache.

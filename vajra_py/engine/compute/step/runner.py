@@ -247,7 +247,7 @@ class TorchRunner:
     ) -> None:
         """See `KvRunner`."""
         memory = self._allocated("KV copy")
-        self.begin_ahead()  # a decode of a request that has ended may write a block that is imported now
+        self.begin_ahead()  # submit it first: a decode of an ended request may write a block that is imported below
         with _as_errors(self._model.device), current(self._model.device):
             self._copy(copies, memory)
             memory.import_blocks(block_ids, buffer)
