@@ -231,6 +231,6 @@ def ragged_launches(call: AttentionCall, device: DeviceFacts, tile: TileConfig |
     launch = Launch(ragged_kernel, (*grid, num_splits), arguments, constants, config)
     if num_splits == 1:
         return [launch]
-    own = slice(call.q.shape[0] - metadata.num_query_tokens, None)  # the rows before are the decodes of a mixed batch
+    own = slice(call.q.shape[0] - metadata.num_query_tokens, None)  # the preceding rows are decodes of a mixed batch
     merged = None if call.lse is None else call.lse[own]
     return [launch, merge_launch(out[:, own], lse[:, own], call.out[own], merged)]

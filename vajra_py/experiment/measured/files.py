@@ -7,9 +7,9 @@ the engine's settings, so the caller states them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +222,7 @@ def _named(where: str, record: Mapping[str, Any], *names: str) -> float:
 
 
 def _seconds(where: str, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise ConfigError(Problem(f"{where} {name}", f"is not a number of 0 or more ({value!r})"))
     return float(value)
 

@@ -8,9 +8,9 @@ second).
 from __future__ import annotations
 
 import csv
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -356,7 +356,7 @@ def _series(file: Path) -> Mapping[str, Floats]:
 
 def _number(file: Path, line: int, record: Mapping[str, Any], key: str) -> float:
     value = record.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise WorkloadError(file, line, f"{key} is not a number ({value!r})", f"Found: {', '.join(record)}")
     return float(value)
 

@@ -46,8 +46,8 @@ def factors_among(multiples: Sequence[float]) -> Factors:
     """
     number = len(multiples)
     sums = np.concatenate([[0.0], np.sort(np.array(multiples, np.float64)).cumsum()])
-    # Interpolation divides a value between two hundredths if their boundary lies within the value. The means ascend
-    # except for rounding errors, which sorting removes.
+    # The sorted values are divided into at most 100 equal parts. If the boundary of two parts falls on a value,
+    # interpolation counts a share of it in each. The means ascend except for rounding errors, which sorting removes.
     cuts = np.linspace(0, number, min(number, _MOST_FACTORS) + 1)
     means = np.sort(np.diff(np.interp(cuts, np.arange(number + 1), sums)))
     return tuple((means / means.mean()).tolist())

@@ -43,8 +43,8 @@ class Collectives:
             seconds += (2 * self._model.num_layers + 1) * self._reduced_s(state)
         if self._ranks > 1 and self._model.experts is not None and self._link is not None:
             # An all-gather precedes the experts, and a reduce-scatter follows them. In each of these two, a rank
-            # exchanges the tokens of all other ranks: at most those of the fullest rank for each other rank,
-            # and at most all tokens.
+            # exchanges the tokens of all other ranks. No other rank has more tokens than the fullest rank, and together
+            # they have at most all tokens.
             others = min((self._ranks - 1) * tokens, all_tokens)
             moved = others * self._model.hidden_size * self._bytes_each / self._link.bytes_per_s
             seconds += 2 * self._model.experts.num_layers * (self._link.latency_s + moved)

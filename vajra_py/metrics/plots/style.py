@@ -51,7 +51,7 @@ MAX_HEIGHT_IN = 9.0
 """Text height of a page, in inches."""
 _LEGEND_ROW_IN = 0.15
 _LABELS_IN = 0.75
-"""Total height in inches of the labels below the last row of panels and of a short legend."""
+"""Height in inches of the labels below the last row of panels plus a short legend."""
 
 _RC: dict[str, Any] = {
     "axes.axisbelow": True,

@@ -174,8 +174,8 @@ class _ReplicaReader:
         # the order in which they were formed: a step that only preempts may complete before steps formed earlier.
         self._records = sorted(records, key=_formation)
         self._decodes: dict[int, tuple[int, int]] = {}
-        """Decodes, by request index: (index of admission, difference of computed tokens and `_num_decode_steps` when
-        the request joined).
+        """Decodes, by request index: (index of admission, number of computed tokens minus `_num_decode_steps`, both
+        numbers as of the time at which the request joined).
         """
         self._ordered: list[tuple[str, int]] = []
         self._num_decode_steps = 0

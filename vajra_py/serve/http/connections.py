@@ -332,7 +332,7 @@ class Connection(HttpToolsProtocol):
         if size > self._limits.max_header_bytes:
             self._refuse_head()
             return
-        if self._asks_to_upgrade:  # `_feed` continues with its ordinary head
+        if self._asks_to_upgrade:  # `_feed` parses this request again, from its head without `upgrade`
             return
         self._enter(Phase.BODY)
         super().on_headers_complete()
