@@ -263,6 +263,7 @@ REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "two of one layer": (("sjf+fcfs",), "sjf and fcfs are both request prioritizers. One policy for each place."),
     "the baseline again": (("fcfs",), "policy 'fcfs': repeats the baseline."),
     "one twice": (("sjf", "sjf"), "policy 'sjf': repeats 'sjf'."),
+    "one under two names": (("sjf", "shortest_job_first"), "policy 'shortest_job_first': repeats 'sjf'."),
     "a scaler": (("target_utilization",), "is a scaler, but all systems of an atlas have the same replicas."),
     "an unknown workload": (
         ("sjf", "--workload", "chat"),

@@ -62,6 +62,7 @@ def test_nobody_listens() -> None:
     )
     assert said_of(f"127.0.0.1:{port}").startswith(f"--on 127.0.0.1:{port}: the cluster cannot be reached (")
     assert "cannot be reached" in said_of("127.0.0.1:99999")
+    assert "cannot be reached" in said_of("a..b:10")
 
 
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

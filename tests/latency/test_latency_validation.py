@@ -134,6 +134,8 @@ def test_a_report_has_the_errors_and_where_step_times_come_from(run_folder: Path
         ("requests.jsonl", '"first_token_ts": 500.2', '"first_token_ts": 5' + 400 * "0", r"requests.jsonl:1: first_token_ts is not a number"),
         ("requests.jsonl", '"input_toks": ', '"input_toks": 1', r"workload.jsonl.gz:1: has .* were measured"),
         ("meta.json", '"engine_kwargs"', '"kwargs"', r"meta.json: has no engine_kwargs"),
+        ("requests.jsonl", '"scheduled_ts": ', '"scheduled_ts": "soon", "then": ', r"requests.jsonl:1: scheduled_ts is not a number"),
+        ("meta.json", "{", '{"resolved_config": [1], ', r"meta.json resolved_config: is not a mapping"),
         ("meta.json", '"max_num_seqs": 8', '"max_num_seqs": 0', r"meta.json max_num_seqs: is not a count \(0\)"),
         ("meta.json", "{", "{{", r"meta.json:1: is not JSON"),
     ],
@@ -337,6 +339,10 @@ def test_a_result_of_vllm_bench_serve_is_read(tmp_path: Path) -> None:
         ({"start_times": None, "request_rate": 5.0}, r"does not say when requests were sent"),
         ({"ttfts": [-1.0, 0.2, 0.0]}, r"request 0 ttfts: is not a number of 0 or more \(-1.0\)"),
         ({"ttfts": [10**400, 0.2, 0.0]}, r"request 0 ttfts: is not a number of 0 or more \(1000"),
+        ({"ttfts": 5}, r"ttfts: is not a list"),
+        ({"itls": [[0.01], None, []]}, r"request 1 itls: is not a list \(None\)"),
+        ({"itls": [[0.01]]}, r"itls: is not one value for each request. As in ttfts: 3"),
+        ({"input_lens": [10**300, 5, 5]}, r"request 0 input_lens: is not a count from 1 to"),
         ({"errors": ["x", "x", "x"]}, r"has no request that was served"),
         ({"model_id": None}, r"does not name the model. Give it: --engine model=NAME"),
     ],
@@ -381,6 +387,14 @@ def test_a_run_of_this_project_is_read_with_its_prompts(run_folder: Path, bundle
     assert own.requests.ttft_s == pytest.approx(requests_of(simulated).ttft_s)
     assert own.workload[0].prompt_token_ids == run.workload[0].prompt_token_ids
     assert (own.settings.max_num_seqs, own.settings.max_num_batched_tokens) == (8, 512)
+
+
+def test_replicas_and_memory_of_a_run_of_this_project_are_simulated(bundle: Path, tmp_path: Path) -> None:
+    run = read_measured_run(write_run(tmp_path / "run", kv_cache={"num_gpu_blocks": 201, "block_size": 16}))
+    two = replace(run, settings=replace(run.settings, data_parallel=2))
+    simulated = simulate_measured(two, bundle_latency(run, bundle), tmp_path / "sim")
+    again = simulation_of(read_measured(simulated.path), bundle_latency(run, bundle), tmp_path / "w")
+    assert (again.num_replicas, again.replica.memory.num_blocks) == (2, 200)
 
 
 def test_what_is_said_about_the_engine_wins_and_unknown_words_are_refused(run_folder: Path, tmp_path: Path) -> None:

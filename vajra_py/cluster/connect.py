@@ -89,7 +89,7 @@ def _check_listening(on: str, host: str, port: int) -> None:
     """Raise `RunError` within seconds if the port does not accept connections; Ray itself tries for a minute."""
     try:
         socket.create_connection((host, port), timeout=_REACH_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: no host has such a name
         what = getattr(error, "strerror", None) or "no answer"
         raise RunError(
             f"--on {on}: the cluster cannot be reached ({what}). Is its head node up, and the port right?"

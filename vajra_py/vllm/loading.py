@@ -65,9 +65,13 @@ class VllmWorkers:
         except Exception as error:
             _clean_up()
             raise ConfigError(Problem(f"model {options.model}", f"vLLM cannot load it ({_line(error)})")) from error
-        self._specs = self._executor.get_kv_cache_specs()
         self._available: list[int] | None = None
-        self.facts = self._facts(version)
+        try:
+            self._specs = self._executor.get_kv_cache_specs()
+            self.facts = self._facts(version)
+        except Exception:
+            self.close()
+            raise
 
     def _facts(self, version: str) -> ModelFacts:
         from vllm.v1.attention.backends.utils import resolve_kv_cache_layout

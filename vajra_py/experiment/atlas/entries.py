@@ -86,7 +86,7 @@ def _is_policy(name: str, registry: Registry) -> bool:
 
 
 def _settings(parts: Mapping[str, tuple[str, AnyOffer]]) -> dict[str, Any]:
-    return {f"scheduling.{place}": name for place, (name, _) in parts.items()}
+    return {f"scheduling.{place}": offer.spec.name for place, (_, offer) in parts.items()}
 
 
 def _named(text: str, registry: Registry) -> dict[str, tuple[str, AnyOffer]]:

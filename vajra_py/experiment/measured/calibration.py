@@ -115,6 +115,10 @@ def calibrate(
     if num_fitted < FEWEST_REQUESTS or number - num_fitted < FEWEST_REQUESTS:
         message = f"{num_fitted} of {number} requests are fitted, which leaves {number - num_fitted} for validation"
         raise ConfigError(Problem("--fit-fraction", message, f"Allowed: at least {FEWEST_REQUESTS} of each"))
+    has_gaps = run.requests.num_output_tokens > 1
+    if not has_gaps[:num_fitted].any() or not has_gaps[num_fitted:].any():
+        message = "no fitted request, or no other request, has several output tokens, so it has no time between tokens"
+        raise ConfigError(Problem("--fit-fraction", message, "Allowed: both kinds have some with 2 tokens or more"))
     trials = _Trials(run, latency, figures_of(run, latency), num_fitted, progress)
     try:
         values = trials.fitted()

@@ -20,6 +20,7 @@ from vajra_py.config.single import only_replicaset
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.experiment.measured.accuracy import requests_of
 from vajra_py.experiment.measured.run import (
+    MAX_COUNT,
     EngineSettings,
     MeasuredRequests,
     MeasuredRun,
@@ -48,6 +49,8 @@ ENGINE_ARGUMENTS = (
     "kv_cache_dtype",
 )
 """Engine settings that a file may lack and a user may state, by vLLM's argument names."""
+_PER_REQUEST = ("input_lens", "output_lens", "itls")
+"""Lists in a detailed result of `vllm bench serve`, beside `ttfts`."""
 
 
 def read_measured(path: str | Path, engine: Mapping[str, Any] | None = None) -> MeasuredRun:
@@ -77,7 +80,7 @@ def read_measured(path: str | Path, engine: Mapping[str, Any] | None = None) -> 
 
 def _changed(settings: EngineSettings, given: Mapping[str, Any], place: Path) -> EngineSettings:
     """Return the run's settings, with those in `given` replaced."""
-    stated = settings_of({"model": settings.model, "engine_kwargs": dict(given)}, place)
+    stated = settings_of({"model": given.get("model", settings.model), "engine_kwargs": dict(given)}, place)
     names = {
         "tensor_parallel_size": "tensor_parallel",
         "data_parallel_size": "data_parallel",
@@ -94,10 +97,12 @@ def _changed(settings: EngineSettings, given: Mapping[str, Any], place: Path) ->
 
 
 def _vllm_bench(place: Path, contents: Mapping[str, Any], given: Mapping[str, Any]) -> MeasuredRun:
-    missing = [name for name in ("input_lens", "output_lens", "itls") if name not in contents]
+    missing = [name for name in _PER_REQUEST if name not in contents]
     if missing:
         message = f"has no {', '.join(missing)}"
         raise ConfigError(Problem(str(place), message, "Run vllm bench serve with --save-result --save-detailed"))
+    if not isinstance(contents["ttfts"], list):
+        raise ConfigError(Problem(f"{place} ttfts", "is not a list", "Allowed: seconds, one for each request"))
     ttfts, starts = contents["ttfts"], contents.get("start_times")
     if starts is None:
         if contents.get("request_rate") != "inf" or contents.get("max_concurrency") not in (None, len(ttfts)):
@@ -105,12 +110,24 @@ def _vllm_bench(place: Path, contents: Mapping[str, Any], given: Mapping[str, An
             raise ConfigError(Problem(str(place), message, "A later version of vllm bench serve writes them"))
         starts = [0.0] * len(ttfts)
     failed = contents.get("errors") or [""] * len(ttfts)
+    for name, values in (
+        ("start_times", starts),
+        ("errors", failed),
+        *((name, contents[name]) for name in _PER_REQUEST),
+    ):
+        if not isinstance(values, list) or len(values) != len(ttfts):
+            raise ConfigError(
+                Problem(f"{place} {name}", "is not one value for each request", f"As in ttfts: {len(ttfts)}")
+            )
     rows, gaps = [], []
     for index, start in enumerate(starts):
         if failed[index]:
             continue
         where = f"{place} request {index}"
-        own = [_seconds(where, "itls", gap) for gap in contents["itls"][index]]
+        gaps_given = contents["itls"][index]
+        if not isinstance(gaps_given, list):
+            raise ConfigError(Problem(f"{where} itls", f"is not a list ({gaps_given!r})"))
+        own = [_seconds(where, "itls", gap) for gap in gaps_given]
         first = _seconds(where, "start_times", start) + _seconds(where, "ttfts", ttfts[index])
         prompt, output = (_count(where, name, contents[name][index]) for name in ("input_lens", "output_lens"))
         rows.append((float(start), first, first + sum(own), prompt, output))
@@ -187,10 +204,17 @@ def _own_run(place: Path, given: Mapping[str, Any]) -> MeasuredRun:
     requests = replace(requests_of(data), tbt_s=tbt_s)
     config = load_config(place / "config.yaml")
     specs = {spec.request_id: spec for spec in load_workload(config)}
-    replica = only_replicaset(config).replica
+    replicaset = only_replicaset(config)
+    if replicaset.pools:
+        raise ConfigError(Problem(str(place), "has pools, which are not simulated here", "Allowed: equal replicas"))
+    replica = replicaset.replica
+    num_blocks = replica.memory.num_blocks
     settings = EngineSettings(
         model=str(given.get("model", "")),
         engine="vajra-py",
+        data_parallel=replicaset.num_replicas,
+        num_blocks=None if num_blocks is None else num_blocks + 1,  # vLLM's null block is included
+        memory_fraction=replica.memory.memory_fraction,
         max_num_seqs=replica.max_batch_size,
         max_num_batched_tokens=replica.max_batch_tokens or 1 << 30,
         max_model_len=replica.max_model_len,
@@ -229,6 +253,6 @@ def _seconds(where: str, name: str, value: Any) -> float:
 
 def _count(where: str, name: str, value: Any) -> int:
     number = _seconds(where, name, value)
-    if number != int(number) or number < 1:
-        raise ConfigError(Problem(f"{where} {name}", f"is not a count from 1 ({value!r})"))
+    if number != int(number) or not 1 <= number <= MAX_COUNT:
+        raise ConfigError(Problem(f"{where} {name}", f"is not a count from 1 to {MAX_COUNT} ({value!r})"))
     return int(number)

@@ -76,7 +76,8 @@ def pairs(accuracy: Accuracy) -> Figure:
     figure, axes = _panels(len(LATENCIES))
     for axis, name in zip(axes, LATENCIES, strict=True):
         measured, simulated = (getattr(one, f"{name}_s") for one in (accuracy.measured, accuracy.simulated))
-        top = float(np.nanmax([measured, simulated])) * 1.03
+        # TPOT is NaN for requests with a single token, and there may be no others.
+        top = 1.03 * float(np.nanmax([*measured, *simulated, 0.0])) or 1.0
         axis.plot([0, top], [0, top], color=MUTED, linewidth=1)
         axis.plot(measured, simulated, ".", color=COLOURS[0], markersize=3.5, alpha=0.6)
         axis.set(title=f"{name.upper()}, s", xlabel="measured", xlim=(0, top), ylim=(0, top))

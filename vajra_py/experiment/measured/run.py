@@ -29,6 +29,7 @@ FILES = ("meta.json", "requests.jsonl", "workload.jsonl.gz or workload.jsonl")
 ASYNC_SINCE = (0, 14)
 """First version of vLLM that schedules asynchronously by default."""
 LONGEST_S = 7 * 86400.0
+MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,8 @@ def settings_of(meta: Mapping[str, Any], file: Path) -> EngineSettings:
     """
     given = meta["engine_kwargs"]
     resolved = meta.get("resolved_config") or {}
+    if not isinstance(resolved, Mapping):
+        raise ConfigError(Problem(f"{file} resolved_config", f"is not a mapping ({resolved!r})"))
     scheduler, cache = resolved.get("scheduler_config") or {}, resolved.get("cache_config") or {}
     kv_cache = {**cache, **(meta.get("kv_cache") or {})}
     compilation = resolved.get("compilation_config") or {}
@@ -277,7 +280,8 @@ def _requests(file: Path) -> MeasuredRequests:
             raise WorkloadError(file, line, message, "Times are seconds")
         names.append(str(record.get("request_id", len(names))))
         rows.append((arrived, queued, first, last, prompt, output))
-        scheduled.append(float(record.get("scheduled_ts", "nan")))
+        has_time = record.get("scheduled_ts") is not None
+        scheduled.append(_number(file, line, record, "scheduled_ts") if has_time else float("nan"))
     if not rows:
         raise ConfigError(Problem(str(file), "has no requests"))
     arrived_at, queued_at, first_at, last_at, prompts, outputs = np.array(rows, dtype=np.float64).T
@@ -346,8 +350,10 @@ def _series(file: Path) -> Mapping[str, Floats]:
             )
         rows = []
         for row in reader:
+            if not row:
+                continue
             try:
-                rows.append([float(value) for value in row])
+                rows.append([float(value) for _, value in zip(header, row, strict=True)])
             except ValueError:
                 raise ConfigError(Problem(f"{file}:{reader.line_num}", f"is not a row of numbers ({row})")) from None
     columns = np.array(rows, dtype=np.float64).reshape(len(rows), len(header)).T
@@ -363,6 +369,6 @@ def _number(file: Path, line: int, record: Mapping[str, Any], key: str) -> float
 
 def _count(file: Path, line: int, record: Mapping[str, Any], key: str) -> int:
     value = _number(file, line, record, key)
-    if value != int(value) or value < 1:
-        raise WorkloadError(file, line, f"{key} is not a count from 1 ({value:g})")
+    if value != int(value) or not 1 <= value <= MAX_COUNT:
+        raise WorkloadError(file, line, f"{key} is not a count from 1 to {MAX_COUNT} ({value:g})")
     return int(value)
