@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine.fake_runner import EOS_TOKEN_ID, VOCAB_SIZE, FakeRunner, expected_output
@@ -100,6 +101,7 @@ def test_log_probabilities_are_those_of_the_tokens(llm: LLM) -> None:
         (None, {}, "neither text nor token ids"),
         (1.5, {}, "neither text nor token ids"),
         (b"hi", {}, r"prompts\[0\]: is neither text nor token ids \(bytes\)"),
+        (np.array(5), {}, r"prompts\[0\]: "),
         ({1: 2}, {}, r"neither text nor token ids \(dict\)"),
         ({1, 2}, {}, r"neither text nor token ids \(set\)"),
         ([1], {"temperature": -0.1}, "temperature: is out of range"),
@@ -154,9 +156,9 @@ def test_a_value_of_another_type_is_one_clear_line(
 
 
 def test_prompts_may_come_from_any_iterable(llm: LLM) -> None:
-    given: Any = (prompt for prompt in PROMPTS)
-    outputs = llm.generate(given, SamplingParams(max_tokens=2))
-    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+    given: Any = (iter(prompt) for prompt in PROMPTS)
+    outputs = llm.generate(given, SamplingParams(max_tokens=2), n=2)
+    assert [output.prompt_token_ids for output in outputs] == [prompt for prompt in PROMPTS for _ in range(2)]
 
 
 @pytest.mark.parametrize("messages", ["hello", ["hello"], {"role": "user", "content": "hello"}, None])
@@ -229,7 +231,13 @@ def test_a_fact_of_another_kind_ends_its_own_call_alone(llm: LLM, name: str, val
     with pytest.raises(ConfigError, match=rf"facts\.{name}: .*{message}"):
         llm.generate([1], facts=StatedFacts(**{name: value}))
     parents: Any = ["call"]
-    stated = StatedFacts(priority=-1, tenant="x", program_id="p", parent_calls=parents, num_program_calls=1)
+    stated = StatedFacts(
+        priority=np.int64(-1),  # type: ignore[arg-type]
+        tenant="x",
+        program_id="p",
+        parent_calls=parents,
+        num_program_calls=1,
+    )
     (output,) = llm.generate([1], SamplingParams(max_tokens=2), facts=stated)
     assert output.token_ids == expected_output([1], 2)
 

@@ -63,7 +63,7 @@ MEANINGLESS: Mapping[str, str] = {
     "p2p-source-producer": "no replica fetches KV from another one that the router names",
     "disagg-headers-handler": _TRANSFER,
     "prefill-header-handler": _TRANSFER,
-    "data-parallel-profile-handler": "ranks are no replicas of their own",
+    "data-parallel-profile-handler": "data-parallel ranks are not separate replicas here",
     "file-discovery": _DISCOVERY,
     "disaggregatedset-rollout-pod-extractor": _DISCOVERY,
     "disaggregatedset-rollout-screener": _DISCOVERY,
@@ -98,7 +98,7 @@ UNUSED_PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "approx-prefix-cache-producer": {"blockSize": "it counts characters; blockSizeTokens counts tokens"},
     "precise-prefix-cache-producer": {"*": "blocks are those of the replicas, whose caches are asked themselves"},
     "disagg-profile-handler": {
-        "threshold": "a decider says it: nonCachedTokens of prefix-based-pd-decider",
+        "threshold": "a decider states it: nonCachedTokens of prefix-based-pd-decider",
         "hashBlockSize": "blocks are those of the replicas",
         "prefixPluginType": "prefixMatchInfoProducerName of a decider says it",
         "prefixPluginName": "prefixMatchInfoProducerName of a decider says it",

@@ -405,7 +405,8 @@ class ListensToRequests(Protocol):
     def on_preemption(self, request: RequestView, replica_id: ReplicaId, now: float) -> None:
         """Called after an admitted request lost its KV in device memory; it waits again.
 
-        Causes: preemption by recompute or swap (`is_swapped`), or the loss of its replica.
+        Causes: preemption by recompute or swap (`is_swapped`), or the loss of its replica. After a loss, the request is
+        placed again only after this call.
         """
 
     def on_moved(self, request: RequestView, source: ReplicaId, target: ReplicaId, now: float) -> None:

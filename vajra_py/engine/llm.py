@@ -220,8 +220,11 @@ def layer_of(layer: Layer | str) -> Layer:
 
 
 def _listed(prompts: Prompt | Iterable[Prompt]) -> Sequence[Prompt]:
-    """Return a list of prompts; a single prompt, or what is no prompt, becomes a list of one."""
+    """Return the prompts as a list. A single prompt, and any object that cannot be a list of prompts, becomes a list of
+    one.
+    """
     if not may_be_listed(prompts):
         return [prompts]  # type: ignore[list-item]
-    each: list[Any] = list(prompts)
+    # A prompt that can be iterated over only once becomes a list, since it is read again for each output.
+    each: list[Any] = [list(one) if isinstance(one, Iterator) else one for one in prompts]
     return [each] if each and is_integer_kind(type(each[0])) else each

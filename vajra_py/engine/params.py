@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeGuard
 
+import numpy as np
+
 from vajra_py.contract.facts import FACTS, INTEGER_LIMITS, Fact, FactKind, StatedFacts
 from vajra_py.contract.latency import LAST_S
 from vajra_py.engine.compute.interface import SamplingParams
@@ -142,11 +144,16 @@ def checked_facts(stated: StatedFacts, where: str = "facts") -> dict[str, Any]:
     given: object = stated  # typed as `object`, since a caller may pass any type despite the annotation
     if not isinstance(given, StatedFacts):
         raise ConfigError(Problem(where, f"are no facts ({_shown(given)})", "Allowed: StatedFacts, or None"))
-    facts = {fact.name: getattr(given, fact.name) for fact in FACTS}
+    facts = {fact.name: _plain(getattr(given, fact.name)) for fact in FACTS}
     problems = [problem for fact in FACTS for problem in _wrong_fact(fact, facts[fact.name], where)]
     if problems:
         raise ConfigError(problems)
     return {name: tuple(value) if is_list(value) else value for name, value in facts.items()}
+
+
+def _plain(value: object) -> object:
+    """Return a NumPy number as a Python number, and any other value as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _wrong_fact(fact: Fact, value: object, where: str) -> list[Problem]:
@@ -161,7 +168,7 @@ def _wrong_fact(fact: Fact, value: object, where: str) -> list[Problem]:
 
 
 def _fact_rule(fact: Fact) -> tuple[Callable[[object], bool], str, str]:
-    """Return a check of the fact's values other than None, what is wrong with other values, and what is allowed."""
+    """Return (check of a value other than None, message for a value that fails it, description of the allowed values)."""
     match fact.kind:
         case FactKind.TEXT:
             return _is_text, "is no text", "a text of whole characters"

@@ -40,8 +40,8 @@ class RouteService:
         self.num_generating = 0
         self.most_sent_on = options.max_concurrent
         replicasets = session.controller.replicasets.values()
-        self._room_anywhere = min(one.max_request_tokens for each in replicasets for one in each.replicas)
-        """Number of tokens of prompts and output for which every server has room."""
+        self._room_on_every_server = min(one.max_request_tokens for each in replicasets for one in each.replicas)
+        """Maximum number of tokens of a prompt and its output together that every server can hold."""
         self._bodies = BodyReader(options)
         self._models = frozenset(session.settings.models)
         self._adapters = frozenset(session.settings.adapters)
@@ -166,7 +166,7 @@ class RouteService:
         if limit == 0:  # allowed with `echo`; the server then computes a token that it does not send
             limit = 1
         # Servers compute each prompt of a body by itself, so that only the longest one must fit.
-        tokens = prompt_tokens(body, self._tokenizer, self._room_anywhere - (limit or 1))
+        tokens = prompt_tokens(body, self._tokenizer, self._room_on_every_server - (limit or 1))
         metadata = _plain(body.metadata)
         if body.model:
             metadata["model"] = body.model

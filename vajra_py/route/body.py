@@ -101,8 +101,8 @@ def tokenizer_of(path: str | None) -> PromptTokenizer:
 def prompt_tokens(body: Any, tokenizer: PromptTokenizer, most_together: int = _UNLIMITED) -> list[int]:
     """Return the token ids of all prompts of a body, concatenated; `[0]` if there are none.
 
-    If they are more than `most_together`, this is cut to `most_together` or to the length of the longest prompt,
-    whichever is larger. Content other than text and token ids is left out.
+    A result longer than `most_together` is cut to `most_together`, or to the length of the longest prompt if that is
+    larger. Content other than text and token ids is left out.
     """
     found: list[int] = []
     if body.messages is None:

@@ -244,7 +244,8 @@ def _copied(columns: Columns, rows: I64, copies: I64, times: F64) -> Columns:
 def _copied_calls(
     columns: Columns, pairs: Sequence[tuple[int, int]], place: Mapping[tuple[int, int], int]
 ) -> ObjectArray:
-    """Return `parent_calls` of copies, under the ids of the same copy of a unit; calls outside the unit are left out.
+    """Return the `parent_calls` of the copied requests, as ids of copies. Calls outside the same copy of a unit are left
+    out.
 
     `pairs` holds the copy and the row of each request, and `place` the new row of each pair.
     """

@@ -53,7 +53,9 @@ class Group:
     slo_s: float
     arrived_at: float
     num_joined: int = 0
+    """Number of requests that have ever joined."""
     num_live: int = 0
+    """Number of its requests that have not ended."""
     waiting: dict[RequestView, None] = field(default_factory=dict)
 
 

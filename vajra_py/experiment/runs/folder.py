@@ -137,6 +137,9 @@ class RunFolder:
             )
 
     def _holds_further_runs(self) -> bool:
+        """Return True if subfolders hold other runs than this run's simulation, or if a capacity search wrote its
+        answers to this folder.
+        """
         further = self.path.rglob("*/manifest.json")
         return (self.path / CAPACITY_FILE).exists() or any(one.parent != self.path / SIMULATED for one in further)
 

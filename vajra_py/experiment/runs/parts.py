@@ -86,7 +86,7 @@ def run_in_parts(
         runs.close()
     if failed is None:
         _combine(config, registry, place, paths)
-    if folder.exists():  # no part may have begun
+    if folder.exists():  # the folder is absent if no part has begun
         shutil.rmtree(folder)
     return failed or RunData.load(place.path)
 

@@ -52,8 +52,8 @@ def programs_table(
 ) -> ArrowTable | None:
     """Return the table of these requests' programs; None if no request belongs to a program.
 
-    `ideal_s` has ideal makespans by program. `run_ended_at` is the end of the run, until which unfinished programs
-    were observed; the last event of a call if that is later.
+    `ideal_s` has ideal makespans by program. `run_ended_at` is the end of the run in seconds. Unfinished programs were
+    observed until then, or until the latest event of a call if that is later.
     """
     if "program_id" not in requests.column_names:
         return None

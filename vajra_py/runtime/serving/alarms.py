@@ -119,7 +119,9 @@ class PolicyWakeUps:
 
 
 def wake_tick(time_s: float) -> int:
-    """Convert a policy's time to a tick, that of `LAST_S` at most. Raises `ValueError` unless it is finite."""
+    """Convert a policy's time to a tick between those of -`LAST_S` and `LAST_S`. Raises `ValueError` unless the time is
+    finite.
+    """
     if not math.isfinite(time_s):
         raise ValueError(f"the time of an alarm must be finite (got {time_s!r})")
     return to_ticks(min(max(float(time_s), -LAST_S), LAST_S))

@@ -202,7 +202,7 @@ class Replica:
         self._cache_at_end = not parts.options.cache_at_schedule
         self.repeats = Repeats(self.running_set)
         self._num_waiting_in_run = 0
-        self._ends_seen_in = -1  # index of the latest step after whose forming ended requests released their blocks
+        self._ends_seen_in = -1  # index of the latest step formed before ended requests released their blocks
         self._inherited: list[Request] = []
         """Running requests of an earlier policy, in order of admission; the present policy might never run them."""
         self.bind_policy(parts)
@@ -615,8 +615,10 @@ class Replica:
         # If the replica drains by migration, the requests that this step admits move to others after the step.
         moves_on = self.drains_by_migration and plan.chunks
         # The next step has the slots and blocks that were freed after this one was formed.
-        is_next_larger = plan.step_index == self._ends_seen_in
-        return 0 if self._step_watchers or is_awaited or moves_on or is_next_larger else self.repeats.num_alike(plan)
+        next_has_more_room = plan.step_index == self._ends_seen_in
+        return (
+            0 if self._step_watchers or is_awaited or moves_on or next_has_more_room else self.repeats.num_alike(plan)
+        )
 
     def note_waiting(self) -> None:
         """Store the present number of waiting requests; observers get this number for repeated steps from now on."""

@@ -11,7 +11,7 @@ NEVER = 2**63 - 1
 
 
 def to_ticks(seconds: float) -> int:
-    """Return the nearest tick to a time in seconds; `NEVER` for times that have no tick as a float."""
+    """Return the nearest tick to a time in seconds; `NEVER` if the number of ticks exceeds the range of floats."""
     ticks = seconds * TICKS_PER_SECOND
     return NEVER if ticks == inf else round(ticks)
 
