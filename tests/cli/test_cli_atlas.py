@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from vajra_py.cli.main import main
+from vajra_py.config import expand_sweep
 from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec, RequestView
 from vajra_py.errors import RunInterrupted
 from vajra_py.experiment.atlas.cards import cards_of
@@ -232,6 +233,22 @@ def test_a_policy_of_ones_own_joins_by_name(queue: Path, tmp_path: Path) -> None
     (part,) = cards["longest_first"].parts
     assert (part.place, part.summary, part.source) == ("request prioritizer", "Longest prompt first.", "nobody")
     assert part.statement == "Key = -prompt: the longest prompt first, as nobody would."
+
+
+def test_a_row_takes_the_place_of_the_policies_of_replicasets(queue: Path, tmp_path: Path) -> None:
+    replicasets = """
+replicasets:
+  short: {select: {max_prompt_tokens: 50}, scheduling: {preset: vllm-v1}}
+  long: {scheduling: {preset: sarathi}}
+"""
+    queue.write_text(WORKLOAD + replicasets)
+    registry = load_registry()
+    (plan,) = plans_of(asked(registry, queue, tmp_path / "out", "sjf", replications=1), registry)
+    found = [
+        {name: one.scheduling.request_prioritizer.policy for name, one in config.effective_replicasets.items()}
+        for _, config in expand_sweep(plan.config, registry)
+    ]
+    assert found == [dict.fromkeys(("short", "long"), policy) for policy in ("fcfs", "sjf") for _ in range(2)]
 
 
 def test_a_preset_is_a_row(queue: Path, tmp_path: Path, vajra: Callable[..., Any]) -> None:

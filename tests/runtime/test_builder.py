@@ -201,7 +201,10 @@ def test_busy_groups_take_nobody_on() -> None:
             lambda batch, a, other: batch.add(a, 13),
             "request a, step 0: cannot add 13 tokens. Its next chunk may have at most 12",
         ),
-        (lambda batch, a, other: batch.add(a, 12 / 2), "request a, step 0: cannot add 6.0 tokens. A chunk has a whole"),
+        (
+            lambda batch, a, other: batch.add(a, 12 / 2),
+            "request a, step 0: cannot add 6.0 tokens. Allowed: whole numbers",
+        ),
         (lambda batch, a, other: batch.preempt(a), "request a, step 0: cannot preempt what is waiting"),
         (
             lambda batch, a, other: batch.add(other, 1),

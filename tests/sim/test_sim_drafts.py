@@ -260,9 +260,9 @@ def test_a_policy_says_how_many_for_whom() -> None:
     assert world.step().tokens == {"a": 3, "b": 3}  # type: ignore[union-attr]
     assert world.step().tokens == {"a": 1, "b": 4}  # type: ignore[union-attr]
     assert world.replica().limits.max_draft_tokens == 3
-    for wish in (4, 1.5):
+    for wish, allowed in ((4, "0 to 3"), (1.5, "whole numbers")):
         policy.wishes["a"] = wish  # type: ignore[assignment]
-        with pytest.raises(PolicyError, match=rf"request a, .*cannot verify {wish} drafts. Allowed: 0 to 3"):
+        with pytest.raises(PolicyError, match=rf"request a, .*cannot verify {wish} drafts. Allowed: {allowed}"):
             world.step()
 
 

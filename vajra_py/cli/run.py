@@ -65,7 +65,9 @@ def run(  # noqa: PLR0913 - one argument for each option
     put_off_collections()
     from vajra_py.config import expand_sweep, load_config
 
-    config = load_config(file, overrides, preset=preset)
+    if preset is not None:  # the preset replaces the file's policies; `--set` still takes precedence over it
+        overrides = (f"preset={preset}", *overrides)
+    config = load_config(file, overrides, drops_policies=preset is not None)
     if validate:
         from vajra_py.experiment.measured.validation import check_validation
 

@@ -8,7 +8,6 @@ with file and line.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from vajra_py.config.yaml_file import read_mapping
 from vajra_py.contract import Layer, RoutingPartKind
 from vajra_py.errors import ConfigError, did_you_mean
 from vajra_py.plugins import Registry
+from vajra_py.workload.stated import is_number
 
 KIND = "EndpointPickerConfig"
 API_VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
@@ -325,7 +325,7 @@ class _Reader:
             for at, one in self._entries((*path, "plugins"), entry.get("plugins"), ("pluginRef", "weight")):
                 reference = self._text(at, one, "pluginRef")
                 weight = one.get("weight")
-                if weight is not None and not _is_finite(weight):
+                if weight is not None and not is_number(weight):
                     self._found((*at, "weight"), f"must be a finite number (got {show(weight)})")
                 elif reference and reference not in self.plugins:
                     allowed = did_you_mean(reference, self.plugins)
@@ -412,11 +412,6 @@ class _Reader:
             self._found((*path, "deciders", "prefill"), f"needs stageOrder decode-first (got {name!r})")
         else:
             how["decider"] = _choice(RoutingPartKind.DECIDER, plugin)
-
-
-def _is_finite(value: object) -> bool:
-    """Return True for a number, other than a bool, that has a finite value as a float."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _choice(kind: RoutingPartKind, plugin: _Plugin) -> dict[str, Any]:

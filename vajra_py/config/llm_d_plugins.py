@@ -14,6 +14,7 @@ _TRANSFER = "KV is handed on by the mechanism, without headers"
 _TOPOLOGY = "replicas have no place in a topology"
 _CLUSTERS = "there is one cluster"
 
+_RANKS = "data-parallel ranks are not separate replicas here"
 MEANINGLESS: Mapping[str, str] = {
     "metrics-data-source": _FIGURES,
     "core-metrics-extractor": _FIGURES,
@@ -63,7 +64,7 @@ MEANINGLESS: Mapping[str, str] = {
     "p2p-source-producer": "no replica fetches KV from another one that the router names",
     "disagg-headers-handler": _TRANSFER,
     "prefill-header-handler": _TRANSFER,
-    "data-parallel-profile-handler": "data-parallel ranks are not separate replicas here",
+    "data-parallel-profile-handler": _RANKS,
     "file-discovery": _DISCOVERY,
     "disaggregatedset-rollout-pod-extractor": _DISCOVERY,
     "disaggregatedset-rollout-screener": _DISCOVERY,
@@ -100,9 +101,9 @@ UNUSED_PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "disagg-profile-handler": {
         "threshold": "a decider states it: nonCachedTokens of prefix-based-pd-decider",
         "hashBlockSize": "blocks are those of the replicas",
-        "prefixPluginType": "prefixMatchInfoProducerName of a decider says it",
-        "prefixPluginName": "prefixMatchInfoProducerName of a decider says it",
-        "primaryPort": "ranks are no replicas of their own",
+        "prefixPluginType": "a decider states it: prefixMatchInfoProducerName",
+        "prefixPluginName": "a decider states it: prefixMatchInfoProducerName",
+        "primaryPort": _RANKS,
     },
     "inflight-load-producer": {"syncCrossReplicaState": _ONE_ROUTER},
     "predicted-latency-producer": {

@@ -22,7 +22,7 @@ from vajra_py.config.hand_off import HandOffConfig, MigrationConfig
 from vajra_py.config.links import LinksConfig
 from vajra_py.config.overrides import apply_overrides
 from vajra_py.config.places import Entries, Finding, Place, in_order, plain, written_at
-from vajra_py.config.presets import expand, long_forms, with_policies_of
+from vajra_py.config.presets import expand, long_forms, without_policies
 from vajra_py.config.schema import ExperimentConfig, SystemConfig
 from vajra_py.config.sections import MAX_REPLICATIONS
 from vajra_py.config.sweeps import SweepPoint, replicated, sweep_points
@@ -58,20 +58,20 @@ class Context(Struct, frozen=True):
 
 
 def load_config(
-    path: str | Path, overrides: Iterable[str] = (), registry: Registry | None = None, *, preset: str | None = None
+    path: str | Path, overrides: Iterable[str] = (), registry: Registry | None = None, *, drops_policies: bool = False
 ) -> ExperimentConfig:
     """Load the experiment of a YAML file with `overrides` (`a.b=c`) applied.
 
-    If `preset` is given, that preset replaces all policies of the file (not those of the overrides). A file with a
-    sweep yields the experiment of its first point; see `expand_sweep`.
+    With `drops_policies`, the file's preset and all its policies are left out, and those of the overrides remain. A
+    file with a sweep yields the experiment of its first point; see `expand_sweep`.
 
     Raises `ConfigError` with every mistake of the file, of the overrides and of every point of the sweep; `PluginError`
     when an installed package is broken.
     """
     context = Context(registry or load_registry(), Path(path).parent)
     root, place = _named(path)
-    if preset is not None:
-        root = with_policies_of(mapping_of(root, place), preset, Place(f"--preset {preset}", path="preset"))
+    if drops_policies:
+        root = without_policies(mapping_of(root, place))
     return cast(ExperimentConfig, _load(root, place, overrides, context))
 
 
@@ -135,14 +135,19 @@ def expand_sweep(
 
 
 def dump_effective(config: SystemConfig) -> str:
-    """Return the experiment as YAML with defaults written out; loading it again gives an equal experiment.
+    """Return the settings of `effective_settings` as YAML."""
+    return dump_yaml(effective_settings(config))
+
+
+def effective_settings(config: SystemConfig) -> dict[str, Any]:
+    """Return the experiment as plain values with defaults and nulls; `config_from_mapping` gives an equal experiment.
 
     Unset sections are left out, and so are `pools`, `hand_off`, `links` and `migration` at their defaults. For a sweep,
     return the experiment as written with overrides applied, because defaults differ between points.
     """
     source = config._source
     if isinstance(config, ExperimentConfig) and not config.is_single and isinstance(source, Source):
-        data = plain(source.root)
+        data: dict[str, Any] = plain(source.root)
     else:
         data = config.model_dump(mode="json", by_alias=True)
         for key in ("preset", "scheduling", "sweep", "replicasets", "capacity"):
@@ -155,7 +160,7 @@ def dump_effective(config: SystemConfig) -> str:
         for own in (data["backend"].get("simulator") or {}).get("replicasets", {}).values():
             if not own.get("pools"):
                 own.pop("pools", None)
-    return dump_yaml(data)
+    return data
 
 
 def dump_yaml(data: Any) -> str:

@@ -62,10 +62,9 @@ def _names(root: Entries, *path: Step) -> Sequence[str]:
     return list(section) if isinstance(section, Entries) else ()
 
 
-def with_policies_of(root: Entries, preset: str, place: Place) -> Entries:
-    """Return the tree with a preset, which is named at `place`, instead of all policies: those of the top level, of
-    replicasets and of pools.
-    """
+def without_policies(root: Entries) -> Entries:
+    """Return the tree without preset and policies: those of the top level, of replicasets and of pools."""
+    root = root.without("preset")
     for path in replicaset_paths(root):
         section = get(root, *path)
         if not isinstance(section, Entries):
@@ -77,7 +76,7 @@ def with_policies_of(root: Entries, preset: str, place: Place) -> Entries:
                 own = pool.without(Layer.REPLICA_SCHEDULER.value, RETENTION.key)
                 section = put(section, ("pools", name), own, at)
         root = put(root, path, section, locate(root, path))
-    return root.replaced("preset", preset, place)
+    return root
 
 
 def expand(root: Entries, registry: Registry) -> tuple[Entries, list[Finding]]:

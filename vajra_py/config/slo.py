@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import ast
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
 from vajra_py.errors import did_you_mean
+from vajra_py.workload.stated import is_number
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 LATENCIES: Mapping[str, str] = {"ttft": "ttft_s", "tbt": "tbt_s", "tpot": "tpot_s", "e2e": "e2e_s", "queue": "queue_s"}
@@ -170,9 +170,7 @@ def _number(node: ast.expr) -> float | None:
         inner = _number(node.operand)
         return None if inner is None else -inner
     value = node.value if isinstance(node, ast.Constant) else None
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
-        return float(value)
-    return None
+    return float(value) if is_number(value) else None
 
 
 def _metric(node: ast.expr) -> SloMetric:

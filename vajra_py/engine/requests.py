@@ -159,9 +159,9 @@ class RequestMaker:
         """
         engine, tokenizer = self._engine, self._tokenizer
         params = with_tuples(params)
-        check_sampling(params, "sampling", engine.vocab_size)
-        if turn and params.seed is not None:
+        if turn and params.seed is not None and is_integer_kind(type(params.seed)):
             params = replace(params, seed=params.seed + turn)
+        check_sampling(params, "sampling", engine.vocab_size)
         given = {} if stated is None else checked_facts(stated)
         if params.bad_words:
             params = with_bad_words(params, tokenizer)

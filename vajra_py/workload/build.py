@@ -63,7 +63,7 @@ def with_options(workload: Workload, config: WorkloadOptions, rng_for: RngFor) -
     if not len(workload):
         return workload
     kept = len(workload) / num_drawn
-    rate = config.mean_rate() if config.is_rate_constant or not _is_cut(config) else None
+    rate = config.mean_rate()
     rate = None if rate is None else rate * kept
     if isinstance(config, FileOptions):
         if rate is None and (config.window is not None or config.bootstrap is not None):
@@ -95,11 +95,6 @@ def with_options(workload: Workload, config: WorkloadOptions, rng_for: RngFor) -
         ]
         workload = workload.with_slo_classes(classes, rng_for("slo_classes"))
     return workload
-
-
-def _is_cut(config: WorkloadOptions) -> bool:
-    """Return True if only the requests of a part of the source's time are kept."""
-    return config.start_s is not None or config.end_s is not None or config.first is not None or config.skip > 0
 
 
 def _sampled(workload: Workload, config: FileOptions, rng_for: RngFor) -> Workload:

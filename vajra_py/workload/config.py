@@ -29,7 +29,7 @@ from vajra_py.workload.workload import Workload, distinct_names
 
 __all__ = ["MergeConfig", "WorkloadConfig"]
 
-_CUTS = ("start_s", "end_s", "first", "max_prompt_tokens", "max_total_tokens", *SAMPLING_OPTIONS)
+_LEAVES_OUT = ("max_prompt_tokens", "max_total_tokens", *SAMPLING_OPTIONS)
 
 
 class MergeConfig(WorkloadOptions):
@@ -56,17 +56,16 @@ class MergeConfig(WorkloadOptions):
         return parts[0].merge(*parts[1:], share_content=self.share_content)
 
     def mean_rate(self) -> float | None:
-        """Return the rate of all parts together; None if the rate or the duration of any part is unknown."""
+        """Return the rate of all parts together; None if the rate or the duration of any part is unknown, or if the
+        merged workload is cut, because its parts may end at different times.
+        """
+        if self.is_cut:
+            return None
         parts = [_stretch(one) for one in self.workloads]
         known = [one for one in parts if one is not None]
         if len(known) < len(parts):
             return None
         return sum(one.num_requests for one in known) / max(one.duration_s for one in known)
-
-    @property
-    def is_rate_constant(self) -> bool:
-        """False, because the parts may end at different times."""
-        return False
 
 
 WorkloadConfig: TypeAlias = Annotated[
@@ -98,7 +97,7 @@ class _Stretch(NamedTuple):
 def _stretch(config: WorkloadOptions) -> _Stretch | None:
     """Return the mean size and duration of one part of a merged workload; None if they are unknown."""
     rate = config.mean_rate()
-    if rate is None or config.skip or any(getattr(config, name, None) is not None for name in _CUTS):
+    if rate is None or config.is_cut or any(getattr(config, name, None) is not None for name in _LEAVES_OUT):
         return None
     number, duration_s = getattr(config, "num_requests", None), getattr(config, "duration_s", None)
     if isinstance(config, SyntheticConfig) and isinstance(config.arrivals, PiecewiseConstant):

@@ -191,18 +191,18 @@ class WorkloadOptions(WorkloadSection):
 
     def mean_rate(self) -> float | None:
         """Return the mean rate of the source over all seeds, in requests per second, before these options are applied;
-        None if it is unknown.
+        None if it is unknown, or if the rate changes over time and the source is cut (`is_cut`).
 
-        If the mean rate is known and the rate is constant (`is_rate_constant`) or the source is not cut, the option
-        `rate` stretches the workloads of all seeds by the same factor. Otherwise each seed's workload is stretched by
-        its own factor. These factors are equal for a file, because its arrivals are the same for every seed.
+        If the mean rate is known, the option `rate` stretches the workloads of all seeds by the same factor. If it is
+        unknown, each seed's workload is stretched by its own factor. These factors are equal for a file, because its
+        arrivals are the same for every seed.
         """
         return None
 
     @property
-    def is_rate_constant(self) -> bool:
-        """True if the expected rate is the same at all times, so that every part of the source has its mean rate."""
-        return True
+    def is_cut(self) -> bool:
+        """True if only requests of a part of the source's time are kept."""
+        return self.start_s is not None or self.end_s is not None or self.first is not None or self.skip > 0
 
 
 def check_end(arrivals: object, number: int | None, duration_s: float | None, name: str) -> None:

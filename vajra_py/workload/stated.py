@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 from msgspec import Struct, structs
@@ -83,16 +83,21 @@ def read_integer(value: Any) -> int:
     return value
 
 
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return True for an int or float, but no bool, that has a finite value as a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
 def read_number(value: Any) -> float:
     """Return a finite JSON number as a float. Raises TypeError or ValueError."""
-    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+    if not is_number(value):
         raise TypeError
     return float(value)
 
 
 def read_seconds(value: Any) -> float:
     """Return a finite JSON number >= 0 as a float. Raises TypeError or ValueError."""
-    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+    if not is_number(value) or value < 0:
         raise TypeError
     return float(value)
 

@@ -158,8 +158,8 @@ def _plan(asked: Request, workload: str, registry: Registry) -> Plan:
     if workload not in WORKLOADS and not path.is_file():
         names = f"{did_you_mean(workload, WORKLOADS)}, or the path of an experiment file"
         raise ConfigError(Problem("--workload", f"is neither a workload nor a file ({workload!r})", names))
-    own = ("preset=null", *(f"{path}={json.dumps(value)}" for path, value in asked.baseline.settings.items()))
-    source = load_config(path, ("scheduling=null", *own, "replications=1", *asked.overrides), registry)
+    own = tuple(f"{path}={json.dumps(value)}" for path, value in asked.baseline.settings.items())
+    source = load_config(path, (*own, "replications=1", *asked.overrides), registry, drops_policies=True)
     loads = (
         [point for point, _ in expand_sweep(source, registry)] if source.sweep is not None else [SweepPoint({}, "", "")]
     )
@@ -175,7 +175,7 @@ def _plan(asked: Request, workload: str, registry: Registry) -> Plan:
         f"name={json.dumps(name)}",
         "output.decision_log=false",
     )
-    config = load_config(path, ("scheduling=null", *own, *asked.overrides, *settled), registry)
+    config = load_config(path, (*own, *asked.overrides, *settled), registry, drops_policies=True)
     labels = [_load_name(load, loads) for load in loads]
     keys = [(entry.name, label) for entry in asked.rows for label in labels for _ in range(asked.replications)]
     expanded = expand_sweep(config, registry)

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from vajra_py.config import ExperimentConfig, config_from_mapping, expand_sweep
 from vajra_py.config.capacity import CapacityConfig
+from vajra_py.config.load import effective_settings
 from vajra_py.config.slo import GROUPS, Slo, SloMetric, parse_slo
 from vajra_py.config.sweeps import values_of_label
 from vajra_py.errors import ConfigError, Problem, RunError, VajraError, did_you_mean
@@ -27,7 +28,7 @@ from vajra_py.experiment.capacity.search import Answer, Probe, Search, Setting, 
 from vajra_py.experiment.device_figures import devices_of, latency_models, model_key
 from vajra_py.experiment.runs.equal_seeds import EqualSeeds, drew_beside_workload
 from vajra_py.experiment.runs.folder import CAPACITY_FILE, RunFolder
-from vajra_py.experiment.runs.pool import MakePool, RunTask, local_pool, plain_settings
+from vajra_py.experiment.runs.pool import MakePool, RunTask, local_pool
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.metrics.summary.summary import Summary
 from vajra_py.plugins import Registry, load_registry
@@ -191,7 +192,7 @@ def _settings(config: ExperimentConfig, registry: Registry) -> list[_Question]:
         clash = [path for path in (*paths, _SEED) if path in point]
         if clash:
             raise ConfigError(Problem(f"sweep.{clash[0]}", "is what the search varies", "Allowed: other settings"))
-        mapping = {key: value for key, value in plain_settings(one).items() if key not in ("capacity", "sweep")}
+        mapping = {key: value for key, value in effective_settings(one).items() if key not in ("capacity", "sweep")}
         costs, unit = _costs(asked, one, registry)
         label = values_of_label(point.label) or one.name
         folder = config.output_dir / config.name / point.point_id if config.sweep else config.output_dir / config.name

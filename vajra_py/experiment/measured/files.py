@@ -7,7 +7,6 @@ the engine's settings, so the caller states them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from vajra_py.experiment.runs.run import load_workload
 from vajra_py.latency.hardware.catalog import read_json_file
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.workload import RequestSpec
+from vajra_py.workload.stated import is_number
 
 ENGINE_ARGUMENTS = (
     "model",
@@ -246,7 +246,7 @@ def _named(where: str, record: Mapping[str, Any], *names: str) -> float:
 
 
 def _seconds(where: str, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+    if not is_number(value) or value < 0:
         raise ConfigError(Problem(f"{where} {name}", f"is not a number of 0 or more ({value!r})"))
     return float(value)
 

@@ -8,7 +8,6 @@ second).
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from vajra_py.errors import ConfigError, Problem, WorkloadError
 from vajra_py.latency.hardware.catalog import read_json_file
 from vajra_py.workload import RequestSpec
 from vajra_py.workload.files import iter_json_lines
+from vajra_py.workload.stated import is_number
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -362,7 +362,7 @@ def _series(file: Path) -> Mapping[str, Floats]:
 
 def _number(file: Path, line: int, record: Mapping[str, Any], key: str) -> float:
     value = record.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+    if not is_number(value):
         raise WorkloadError(file, line, f"{key} is not a number ({value!r})", f"Found: {', '.join(record)}")
     return float(value)
 

@@ -65,7 +65,7 @@ class Backend(Protocol):
 
     @property
     def step_times(self) -> StepTimes:
-        """How the durations of steps were obtained (measured or predicted, and from what), with their known errors."""
+        """Provenance of the durations of steps: measured or predicted, from what, and with which known errors."""
 
     def prepare(self, folder: Path) -> None:
         """Prepare backend-specific recording in the run's folder."""

@@ -21,9 +21,8 @@ from pathlib import Path
 from queue import Empty
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from vajra_py.config import ExperimentConfig, config_from_mapping, dump_effective
-from vajra_py.config.places import Place, plain
-from vajra_py.config.yaml_file import parse_yaml
+from vajra_py.config import ExperimentConfig, config_from_mapping
+from vajra_py.config.load import effective_settings
 from vajra_py.errors import RunError, RunInterrupted, VajraError
 from vajra_py.experiment.runs.backend import MakeBackend, Progress
 from vajra_py.experiment.runs.backends import make_backend
@@ -52,16 +51,7 @@ class RunTask:
     @property
     def settings(self) -> dict[str, Any]:
         """The configuration as plain values, for another process."""
-        return plain_settings(self.config)
-
-
-def plain_settings(config: ExperimentConfig) -> dict[str, Any]:
-    """Return a configuration as plain values from which `config_from_mapping` makes an equal one.
-
-    The values include nulls, because an explicit null differs from a default that is not null.
-    """
-    found: dict[str, Any] = plain(parse_yaml(dump_effective(config), Place()))
-    return found
+        return effective_settings(self.config)
 
 
 TaskProgress: TypeAlias = Callable[[int, int, int, float], None]

@@ -248,7 +248,7 @@ class Builder(PlanDraft):
         if own.state is _ENDED or own.replica_id != self._replica_id:
             self._own(request)
         if type(num_tokens) is not int:
-            num_tokens = _whole(own, num_tokens)
+            num_tokens = _whole(own, num_tokens, "add {!r} tokens")
         if num_tokens < 1:
             raise IllegalPlan(own, f"cannot add {num_tokens} tokens. A chunk has at least 1")
         if own in self.chunks or own in (self._members if self.bulk else self.selected):
@@ -505,14 +505,12 @@ class Builder(PlanDraft):
         own, rules = self._own(request), self._draft_rules
         if rules is None or self._executor is None:
             return self._refuse(own, Refusal.NO_DRAFTS)
-        is_whole = type(num_tokens) is int or isinstance(num_tokens, Integral)
-        if not is_whole or not 0 <= num_tokens <= rules.max_tokens:
-            raise IllegalPlan(
-                own, f"cannot verify {num_tokens} drafts. Allowed: 0 to {rules.max_tokens} in whole numbers"
-            )
+        num_tokens = _whole(own, num_tokens, "verify {!r} drafts")
+        if not 0 <= num_tokens <= rules.max_tokens:
+            raise IllegalPlan(own, f"cannot verify {num_tokens} drafts. Allowed: 0 to {rules.max_tokens}")
         if own in self:
             return self._refuse(own, Refusal.ALREADY_SCHEDULED)
-        self._asked_drafts[own] = int(num_tokens)
+        self._asked_drafts[own] = num_tokens
         return None
 
     def _refuse(self, request: Request, refusal: Refusal) -> Refusal:
@@ -1000,11 +998,11 @@ class Builder(PlanDraft):
         self._looked_at.clear()
 
 
-def _whole(request: Request, num_tokens: object) -> int:
-    """Return a number of tokens as an `int`. Raises `IllegalPlan` if it is not a whole number."""
-    if not isinstance(num_tokens, Integral):
-        raise IllegalPlan(request, f"cannot add {num_tokens!r} tokens. A chunk has a whole number of tokens")
-    return int(num_tokens)
+def _whole(request: Request, number: object, action: str) -> int:
+    """Return a number as an `int`. Raises `IllegalPlan`, which names the action with it, unless it is whole."""
+    if not isinstance(number, Integral):
+        raise IllegalPlan(request, f"cannot {action.format(number)}. Allowed: whole numbers")
+    return int(number)
 
 
 def _capped(num_tokens: int, cap: int | None) -> int:

@@ -42,14 +42,10 @@ class SyntheticConfig(WorkloadOptions, Lengths):
         )
 
     def mean_rate(self) -> float | None:
-        """Return the rate of the arrivals; None for arrivals at once, a closed loop, and piecewise rates that are cut
-        by `num_requests` or `duration_s`.
+        """Return the rate of the arrivals; None for arrivals at once, a closed loop, and piecewise rates of which only
+        a part is used.
         """
         if isinstance(self.arrivals, PiecewiseConstant):
-            return self.arrivals.rate if self.num_requests is None and self.duration_s is None else None
+            is_whole = self.num_requests is None and self.duration_s is None and not self.is_cut
+            return self.arrivals.rate if is_whole else None
         return None if isinstance(self.arrivals, AtOnce | ClosedLoop) else self.arrivals.rate
-
-    @property
-    def is_rate_constant(self) -> bool:
-        """True unless the arrivals have piecewise rates."""
-        return not isinstance(self.arrivals, PiecewiseConstant)

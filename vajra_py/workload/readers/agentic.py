@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from vajra_py.workload.columns import Columns
 from vajra_py.workload.content import NO_NODE, ContentBuilder, ContentColumn, SegmentSpace
 from vajra_py.workload.files import file_facts, iter_json_lines
 from vajra_py.workload.request import SegmentId
-from vajra_py.workload.stated import FactColumn
+from vajra_py.workload.stated import FactColumn, is_number
 from vajra_py.workload.workload import Workload
 
 __all__ = ["AgenticSession", "AgenticTurn", "read_agentic", "read_agentic_sessions"]
@@ -112,7 +111,7 @@ def _turn_problem(entry: Any, block_tokens: int, before_s: float) -> tuple[str, 
     for name, value in (("time", at_s), ("seconds at the server", served_s), ("seconds of thought", think_s)):
         if value is None and name != "time":
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+        if not is_number(value) or value < 0:
             return f"{name} cannot be used ({value!r})", "A finite number of seconds >= 0"
     if at_s < before_s:
         return f"comes before the request above it (at {at_s!r} s after {before_s!r} s)", "Ascending times"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from vajra_py.workload.arrays import F64, I64, StringColumn
 from vajra_py.workload.columns import Columns
 from vajra_py.workload.content import NO_NODE, ContentBuilder, ContentColumn, SegmentSpace
 from vajra_py.workload.files import file_facts, iter_json_lines
+from vajra_py.workload.stated import is_number
 from vajra_py.workload.workload import Workload
 
 __all__ = ["MooncakeOptions", "read_mooncake"]
@@ -112,7 +112,7 @@ def _checked(
                 file, line, f"has no field {name!r} ({', '.join(record)})", f"Fields: {', '.join(FIELDS)}"
             )
     stamp, prompt, output, ids = (record[name] for name in FIELDS)
-    if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp <= sys.float_info.max:
+    if not is_number(stamp) or stamp < 0:
         raise WorkloadError(file, line, f"timestamp is not a time ({stamp!r})", "A finite number of milliseconds >= 0")
     least = 0 if options.drop_empty else 1
     for name, value in (("input_length", prompt), ("output_length", output)):
