@@ -20,9 +20,9 @@ from vajra_py.config.llm_d_plugins import ALIASES, MEANINGLESS, UNUSED_PARAMETER
 from vajra_py.config.places import Entries, Finding, Items, KeyPath, Place, Step, in_order, locate, plain, put
 from vajra_py.config.yaml_file import read_mapping
 from vajra_py.contract import Layer, RoutingPartKind
+from vajra_py.contract.facts import is_number
 from vajra_py.errors import ConfigError, did_you_mean
 from vajra_py.plugins import Registry
-from vajra_py.workload.stated import is_number
 
 KIND = "EndpointPickerConfig"
 API_VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")

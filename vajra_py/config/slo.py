@@ -15,8 +15,8 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
+from vajra_py.contract.facts import is_number
 from vajra_py.errors import did_you_mean
-from vajra_py.workload.stated import is_number
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 LATENCIES: Mapping[str, str] = {"ttft": "ttft_s", "tbt": "tbt_s", "tpot": "tpot_s", "e2e": "e2e_s", "queue": "queue_s"}

@@ -8,18 +8,24 @@ policies can read, as documentation for policy authors.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, TypeGuard, get_args, get_type_hints
 
 from vajra_py.contract.latency import LAST_S
 
-__all__ = ["DURATION_LIMITS_S", "FACTS", "INTEGER_LIMITS", "Fact", "FactInfo", "FactKind", "StatedFacts"]
+__all__ = ["DURATION_LIMITS_S", "FACTS", "INTEGER_LIMITS", "Fact", "FactInfo", "FactKind", "StatedFacts", "is_number"]
 
 DURATION_LIMITS_S = 1e-6, LAST_S
 """Shortest and longest duration that a client of a server may state."""
 INTEGER_LIMITS = -(2**31), 2**31 - 1
 """Smallest and largest whole number that a client of a server may state."""
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return True for an int or float, but no bool, that has a finite value as a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 class FactKind(Enum):

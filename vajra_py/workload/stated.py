@@ -5,14 +5,13 @@ This module depends only on the kinds of facts, not on individual facts.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import numpy as np
 from msgspec import Struct, structs
 
-from vajra_py.contract.facts import FACTS, Fact, FactKind
+from vajra_py.contract.facts import FACTS, Fact, FactKind, is_number
 from vajra_py.workload.arrays import F64, I64, ObjectArray, StringColumn, objects
 from vajra_py.workload.cells import durations, flags, maybe_numbers, maybe_whole_numbers, text, texts, whole_numbers
 from vajra_py.workload.files import Parser
@@ -81,11 +80,6 @@ def read_integer(value: Any) -> int:
     if type(value) is not int or not -(2**63) <= value < 2**63:
         raise TypeError
     return value
-
-
-def is_number(value: object) -> TypeGuard[int | float]:
-    """Return True for an int or float, but no bool, that has a finite value as a float."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def read_number(value: Any) -> float:

@@ -16,6 +16,7 @@ import numpy as np
 
 from vajra_py.config import load_config
 from vajra_py.config.single import only_replicaset
+from vajra_py.contract.facts import is_number
 from vajra_py.errors import ConfigError, Problem, did_you_mean
 from vajra_py.experiment.measured.accuracy import requests_of
 from vajra_py.experiment.measured.run import (
@@ -30,7 +31,6 @@ from vajra_py.experiment.runs.run import load_workload
 from vajra_py.latency.hardware.catalog import read_json_file
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.workload import RequestSpec
-from vajra_py.workload.stated import is_number
 
 ENGINE_ARGUMENTS = (
     "model",

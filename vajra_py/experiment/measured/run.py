@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vajra_py.contract.facts import is_number
 from vajra_py.errors import ConfigError, Problem, WorkloadError
 from vajra_py.latency.hardware.catalog import read_json_file
 from vajra_py.workload import RequestSpec
 from vajra_py.workload.files import iter_json_lines
-from vajra_py.workload.stated import is_number
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -13,7 +13,6 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
+from vajra_py.contract.facts import is_number
 from vajra_py.contract.latency import BatchFeatures, ModelDescription
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency.hardware.catalog import read_json_file
@@ -166,7 +166,7 @@ def _variation(data: Mapping[str, Sequence[float]]) -> Variation:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+    if not is_number(value) or value < 0:
         raise ValueError(f"not a number of 0 or more ({value!r})")
     return float(value)
 

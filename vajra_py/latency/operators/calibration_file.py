@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from vajra_py.contract.facts import is_number
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.latency.hardware.catalog import read_json_file
 from vajra_py.latency.operators.bundle_files import Bundle
@@ -93,6 +93,6 @@ def read_calibration(path: str | Path) -> Calibration:
 
 
 def _figure(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+    if not is_number(value) or value < 0:
         raise ValueError(f"not a number of 0 or more ({value!r})")
     return float(value)

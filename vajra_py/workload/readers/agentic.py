@@ -10,13 +10,14 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import Struct
 
+from vajra_py.contract.facts import is_number
 from vajra_py.errors import WorkloadError
 from vajra_py.workload.arrays import F64, StringColumn
 from vajra_py.workload.columns import Columns
 from vajra_py.workload.content import NO_NODE, ContentBuilder, ContentColumn, SegmentSpace
 from vajra_py.workload.files import file_facts, iter_json_lines
 from vajra_py.workload.request import SegmentId
-from vajra_py.workload.stated import FactColumn, is_number
+from vajra_py.workload.stated import FactColumn
 from vajra_py.workload.workload import Workload
 
 __all__ = ["AgenticSession", "AgenticTurn", "read_agentic", "read_agentic_sessions"]

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from vajra_py.contract.facts import is_number
 from vajra_py.errors import WorkloadError
 from vajra_py.workload.arrays import F64, I64, StringColumn
 from vajra_py.workload.columns import Columns
 from vajra_py.workload.content import NO_NODE, ContentBuilder, ContentColumn, SegmentSpace
 from vajra_py.workload.files import file_facts, iter_json_lines
-from vajra_py.workload.stated import is_number
 from vajra_py.workload.workload import Workload
 
 __all__ = ["MooncakeOptions", "read_mooncake"]
