@@ -85,6 +85,19 @@ def test_penalties_count_the_tokens_from_before_a_preemption(workers: SharedWork
     assert [one.token_ids for one in ours] != [one.token_ids for one in said(workers, tiny_model, wanted, GREEDY)]
 
 
+def test_nothing_of_a_request_is_lost_if_more_requests_have_begun_than_two_steps_hold(
+    workers: SharedWorkers, tiny_model: str
+) -> None:
+    wanted = [one[:20] for one in prompts(12, 4)]
+    params = [replace(PENALTIES[index % len(PENALTIES)], prompt_logprobs=1) for index in range(12)]
+    prompts_first = sizes("vllm", max_batch_size=2)
+    prompts_first["scheduling"]["replica_scheduler"] = "nano_vllm"
+    workers.engine = None
+    with LLM(tiny_model, prompts_first, load=workers.load) as llm:
+        ours = llm.generate(wanted, params)
+    assert [one.token_ids for one in ours] == [one.token_ids for one in said_by_engine(tiny_model, wanted, params)]
+
+
 def test_log_probabilities_are_the_engines(workers: SharedWorkers, tiny_model: str) -> None:
     wanted = prompts(12, 2)
     params = [replace(GREEDY, logprobs=index % 3, prompt_logprobs=(None, 0, 2)[index % 3]) for index in range(12)]

@@ -14,11 +14,15 @@ from vajra_py.config import ReplicaConfig, ReplicasetConfig, register_backend
 from vajra_py.config.sections import Text
 from vajra_py.engine.compute import LoadRunner
 from vajra_py.engine.compute.model.inspect import read_model_config
-from vajra_py.engine.config import MAX_STEP_TOKENS, SLOTS_PER_BATCH_ENTRY, ModelBackendConfig
+from vajra_py.engine.config import MAX_STEP_TOKENS, ModelBackendConfig
 from vajra_py.engine.refusals import check_pools, check_replica, check_scaling, where_of
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.vllm.options import VllmOptions
 from vajra_py.vllm.support import check_version, installed_version
+
+_NUM_SLOTS = 2**16
+"""Request slots of a replica. A slot takes no memory here, and a request that loses its slot is sent to vLLM's workers
+with its output as part of the prompt, so that penalties no longer count this output. So no request should lose it."""
 
 SAID_ELSEWHERE: Mapping[str, str] = {
     "async_scheduling": "Leave it out: this backend executes one step after another",
@@ -124,7 +128,7 @@ class VllmBackendConfig(ModelBackendConfig):
             dtype=self.dtype,
             block_size=replica.memory.block_size,
             max_model_len=replica.max_model_len,
-            max_requests=SLOTS_PER_BATCH_ENTRY * replica.max_batch_size,
+            max_requests=max(_NUM_SLOTS, replica.max_batch_size),
             max_step_tokens=max(replica.max_batch_tokens or MAX_STEP_TOKENS, replica.max_batch_size),
             num_threads=num_threads,
             max_batch_size=replica.max_batch_size,

@@ -265,7 +265,7 @@ def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed
     """Return the sampling parameters of vLLM for a request with `num_outputs` tokens of output.
 
     vLLM's seed depends on `num_outputs`, so that a request sent again after a preemption does not repeat the random
-    numbers of its first tokens.
+    numbers of its first tokens. A prompt is scored before the first token of output, and not again.
     """
     params: SamplingParams = new.sampling
     ending = [] if params.ignore_eos else list(eos)
@@ -280,7 +280,7 @@ def vllm_sampling(new: NewRow, eos: Sequence[int], num_outputs: int, *, has_seed
         repetition_penalty=params.repetition_penalty,
         seed=None if is_greedy or not has_seed else (new.seed + num_outputs) % 2**63,
         logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
+        prompt_logprobs=None if num_outputs else params.prompt_logprobs,
         stop_token_ids=[*params.stop_token_ids, *ending],
         min_tokens=max(0, params.min_tokens - num_outputs),
         max_tokens=None,
