@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import create_model
 
 from vajra_py import config as public
 from vajra_py.config import json_schema, load_config, run_manifest
 from vajra_py.config.manifest import git_state
-from vajra_py.contract import Layer
+from vajra_py.contract import Layer, PolicyConfig, PolicySpec
 from vajra_py.plugins import Registry
 
 
@@ -139,6 +140,27 @@ def test_an_editor_agrees_with_the_loader(schema: Any, change: dict[str, Any], f
         **change,
     }
     assert check(experiment, schema, schema) is fits
+
+
+def params_with(field: str) -> type[PolicyConfig]:
+    """Parameters whose nested models have the same names whatever their innermost field is called."""
+    inner = create_model("Inner", __base__=PolicyConfig, **{field: (int, 0)})  # type: ignore[call-overload]
+    outer = create_model("Outer", __base__=PolicyConfig, inner=inner)
+    return create_model("Params", __base__=PolicyConfig, outer=outer)
+
+
+def test_nested_parameters_of_equal_names_are_kept_apart(registry: Registry) -> None:
+    def never_built(config: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    def spec(field: str) -> PolicySpec:
+        return PolicySpec(f"with_{field}", Layer.REQUEST_PRIORITIZER, params_with(field), never_built, "One.")
+
+    both = json_schema(registry.with_policies([spec("a"), spec("b")]))
+    kind = both["$defs"]["SchedulingConfig"]["properties"]["request_prioritizer"]
+    for policy, field, fits in (("a", "a", True), ("b", "b", True), ("a", "b", False), ("b", "a", False)):
+        choice = {"policy": f"with_{policy}", "params": {"outer": {"inner": {field: 3}}}}
+        assert check(choice, kind, both) is fits
 
 
 def test_a_manifest_says_who_made_the_policies(write: Any, good: str, registry: Registry) -> None:

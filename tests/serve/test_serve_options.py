@@ -127,6 +127,14 @@ def test_an_empty_variable_is_no_key(started: Callable[..., ServeOptions], monke
     assert started().api_key is None
 
 
+def test_an_empty_key_on_the_command_line_does_not_open_the_server(
+    started: Callable[..., ServeOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VAJRA_API_KEY", "of the environment")
+    (problem,) = problems_of(started("--api-key", ""))
+    assert problem.startswith("api_key: is empty")
+
+
 def test_an_admin_key_of_the_environment_waits_for_admin(
     started: Callable[..., ServeOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,16 +199,16 @@ INFINITY = float("inf")
         ({"send_timeout_s": INFINITY}, "send_timeout_s: is out of range (inf)"),
         ({"port": -1}, "port: is not a port (-1). Allowed: 0 to 65535"),
         ({"port": 65536}, "port: is not a port (65536)"),
-        ({"api_key": "two words"}, "api_key: has characters that a header cannot carry"),
-        ({"api_key": "a\r\nX-Evil: 1"}, "api_key: has characters that a header cannot carry"),
-        ({"api_key": "schlüssel"}, "api_key: has characters that a header cannot carry"),
-        ({"admin": True, "admin_api_key": "a b"}, "admin_api_key: has characters that a header cannot carry"),
+        ({"api_key": "two words"}, "api_key: is empty, or has characters that a header cannot carry"),
+        ({"api_key": "a\r\nX-Evil: 1"}, "api_key: is empty, or has characters that a header cannot carry"),
+        ({"api_key": "schlüssel"}, "api_key: is empty, or has characters that a header cannot carry"),
+        ({"admin": True, "admin_api_key": "a b"}, "admin_api_key: is empty, or has characters that a header cannot carry"),
         ({"admin": True, "api_key": "k"}, "admin_api_key: is missing: every user of the server could swap"),
         ({"admin_api_key": "k"}, "admin_api_key: does nothing without --admin"),
         ({"ssl_certfile": Path("nowhere.pem")}, "ssl_certfile: is not a file (nowhere.pem)"),
         ({"ssl_keyfile": Path(__file__)}, "ssl_certfile: is missing, and TLS is asked for"),
         ({"ssl_ca_certs": Path(__file__)}, "ssl_certfile: is missing, and TLS is asked for"),
-        ({"api_key": ("fine", "not fine")}, "api_key: has characters that a header cannot carry"),
+        ({"api_key": ("fine", "not fine")}, "api_key: is empty, or has characters that a header cannot carry"),
         ({"api_key_file": Path("nowhere.txt")}, "api_key_file: cannot be read ("),
         ({"api_key": ("k",), "admin": True}, "admin_api_key: is missing"),
         ({"allowed_hosts": ("a:80",)}, "allowed_hosts: contains an invalid host name ('a:80')"),
@@ -214,6 +222,9 @@ INFINITY = float("inf")
         ({"root_path": "llm"}, "root_path: is not a prefix of paths ('llm'). Allowed: such as /llm"),
         ({"root_path": "/llm/"}, "root_path: is not a prefix of paths ('/llm/')"),
         ({"root_path": "/a?b"}, "root_path: is not a prefix of paths ('/a?b')"),
+        ({"api_key": ""}, "api_key: is empty"),
+        ({"api_key": ("", "secret")}, "api_key: is empty"),
+        ({"admin": True, "admin_api_key": ""}, "admin_api_key: is empty"),
         ({"served_names": ("",)}, "served_names: has an empty name"),
         ({"served_names": ("fine", " ")}, "served_names: has an empty name"),
     ],

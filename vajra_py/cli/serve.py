@@ -298,7 +298,8 @@ def serve(file: Path | None, overrides: tuple[str, ...], on: str, **given: Any) 
     keys = given["api_key"]
     given["api_key"] = keys if len(keys) > 1 else keys[0] if keys else None
     for name, variable in _SECRETS.items():
-        given[name] = given[name] or os.environ.get(variable) or None
+        if given[name] is None:
+            given[name] = os.environ.get(variable) or None
     if not given["admin"] and os.environ.get(ADMIN_KEY_VARIABLE) == given["admin_api_key"]:
         given["admin_api_key"] = None
     if given["host"] not in LOOPBACK and given["uds"] is None and not (given["api_key"] or given["api_key_file"]):

@@ -201,19 +201,17 @@ def _summary(summary: str, package: str, version: str) -> str:
 
 
 def _embedded(adapter: TypeAdapter[Any], definitions: Schema) -> Schema:
-    """Return a model's schema without its definitions, which are moved into `definitions`. A definition is renamed if
-    `definitions` has a different one of the same name.
+    """Return a model's schema without its definitions, which are moved into `definitions`. All of them are renamed if
+    `definitions` has a different one of the same name, since the others may refer to this one.
     """
     schema = adapter.json_schema(mode="validation")
-    renamed: dict[str, str] = {}
     inner: Schema = schema.pop("$defs", {})
-    for name, body in inner.items():
-        target = name
-        while target in definitions and definitions[target] != body:
-            target += "_"
-        renamed[name] = target
-    for name, body in inner.items():
-        definitions[renamed[name]] = _with_refs(body, renamed)
+    renamed = {name: name for name in inner}
+    bodies = inner
+    while any(definitions.get(name, body) != body for name, body in bodies.items()):
+        renamed = {name: target + "_" for name, target in renamed.items()}
+        bodies = {renamed[name]: _with_refs(body, renamed) for name, body in inner.items()}
+    definitions.update(bodies)
     result: Schema = _with_refs(schema, renamed)
     return result
 

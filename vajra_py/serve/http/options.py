@@ -159,10 +159,11 @@ class ServeOptions:
         ]
         if not 0 <= self.port <= 65535:
             problems.append(Problem("port", f"is not a port ({self.port})", "Allowed: 0 to 65535; 0 takes a free one"))
+        admin_keys = () if self.admin_api_key is None else (self.admin_api_key,)
         problems += [
-            Problem(name, "has characters that a header cannot carry", "Allowed: visible ASCII")
-            for name, keys in (("api_key", self._given_keys), ("admin_api_key", (self.admin_api_key,)))
-            if not all(is_key(key or "none") for key in keys)
+            Problem(name, "is empty, or has characters that a header cannot carry", "Allowed: visible ASCII")
+            for name, keys in (("api_key", self._given_keys), ("admin_api_key", admin_keys))
+            if not all(map(is_key, keys))
         ]
         problems += [*self._admin_problems(), *self._listening_problems(), *self._browser_problems()]
         try:
