@@ -2,7 +2,7 @@
 """Divide a batch of decodes into pieces of equal work, on the device and by the actual lengths.
 
 A piece is a range of one sequence's KV positions. The host bounds the number of pieces by the number of sequences and
-the size of the GPU, not by the longest possible sequence, so that few programs of a captured launch have no piece.
+the size of the GPU, not by the longest possible sequence, so that most programs of a captured launch have a piece.
 
 Layout of a plan, int32 [2 N + B + 2] for N pieces and B sequences: sequence of each piece (-1: none); first position of
 each piece, relative to the visible part of its sequence; first piece of each sequence, followed by the number of

@@ -211,7 +211,7 @@ def _check_text(text: str, where: str) -> None:
 
 def may_be_listed(prompts: object) -> bool:
     """Return True if this may be a list of token ids or of prompts; False for a text, bytes, a mapping and a set."""
-    has_entries = isinstance(prompts, Iterable) and getattr(prompts, "ndim", 1) > 0  # a number as an array has none
+    has_entries = isinstance(prompts, Iterable) and getattr(prompts, "ndim", 1) > 0  # a 0-dimensional array has none
     return has_entries and not isinstance(prompts, str | bytes | bytearray | Mapping | Set)
 
 

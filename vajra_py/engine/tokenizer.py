@@ -27,11 +27,11 @@ class ChatEnd(Enum):
     """Point at which the rendered text of a conversation ends."""
 
     ANSWER = "answer"
-    """End where the model's answer begins."""
+    """The text ends where the model's answer begins, after the header of the answer."""
     MESSAGE = "message"
-    """End within the last message, which the model continues."""
+    """The text ends within the last message, which the model continues."""
     NOWHERE = "nowhere"
-    """End after the last message."""
+    """The text ends after the last message; nothing is added for an answer."""
 
 
 class Tokenizer(Protocol):

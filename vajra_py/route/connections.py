@@ -427,7 +427,7 @@ class ConnectionPool:
         except BaseException as error:
             for one in made:
                 one.close()
-            if not isinstance(error, OSError | UnicodeError):  # UnicodeError: the name cannot be a host's
+            if not isinstance(error, OSError | UnicodeError):  # UnicodeError: invalid host name
                 raise
             if isinstance(error, TimeoutError):
                 raise ServerFault("it did not answer in time") from None

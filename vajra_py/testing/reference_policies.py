@@ -69,7 +69,7 @@ class BySlack:
         return self.key(request, now) * self._allowed_s(request)
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
-        """Return the slack as a fraction of the allowed time, which is the key."""
+        """Return the request's key, which is its slack as a fraction of the allowed time."""
         return self.key(request, now)
 
     def _allowed_s(self, request: RequestView) -> float:

@@ -68,7 +68,7 @@ class ThunderAgent:
             return self._least_loaded(request, replicas)
         self._ticks.start(now)
         name = request.program.program_id
-        # A call that is recorded already is being placed again, after a failure.
+        # If the call is already recorded, it was placed before, and is placed again after a failure.
         if request in self._calls.get(name, ()) or request in self._held.get(name, ()):
             program = self._table.programs.get(name)
             return self._at(None if program is None else program.replica, request, replicas)

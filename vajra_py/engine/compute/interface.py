@@ -286,7 +286,7 @@ class RunnerOptions:
         tensor_parallel_size: number of ranks that share every layer.
         pipeline_stages: number of pipeline stages that the layers are divided into.
         kv_groups: number of KV-parallel groups; each holds the whole model and its own KV blocks.
-        kv_group_tokens: largest number of tokens of one request that a group holds; read only with several groups.
+        kv_group_tokens: largest number of tokens of one request that a group holds; ignored if there is one group.
         rank: index of this rank in its replica, numbered by KV group, then by stage, then by tensor-parallel rank.
         rendezvous: address where the ranks meet (`tcp://host:port` or `file:///path`); required with more than one
             rank.

@@ -98,8 +98,11 @@ class EqualSeeds:
         return SettingSeeds(every, every, "" if any(found) else same_load_sentence(drawn))
 
     def different(self, config: ExperimentConfig, count: int) -> tuple[tuple[int, ...], str]:
-        """Return (up to `count` seeds that give different runs, note). Seeds start at the experiment's seed; the note
-        gives the reason for fewer seeds, or the only source of variation.
+        """Return a tuple (seeds, note): at most `count` seeds that give different runs, beginning with the experiment's
+        seed.
+
+        The note gives the reason if there are fewer than `count` seeds. Otherwise it names the source of variation if
+        all runs have the same requests; else it is empty.
         """
         every = range(config.seed, config.seed + count)
         own = self.of_seeds(config, every)

@@ -49,8 +49,8 @@ class DeviceSpec(Struct, frozen=True):
     sm_version: int = 0
     """Compute capability times ten; 0: unknown, or none."""
     priced_as: str | None = None
-    """Name by which `device_costs` looks up price and power: for a changed device, the name of its base; None if the
-    device has no name.
+    """Name by which `device_costs` looks up price and power; None: unknown. A device that the settings derive from a
+    shipped one (`base`) has the name of the shipped one.
     """
 
     @property

@@ -197,7 +197,7 @@ class OverlappedRooflineModel:
         return Work(seen * self._key_compute_s, seen * self._key_memory_s, 0.0)
 
     def _fixed_s(self, features: BatchFeatures) -> float:
-        """Return the latencies of kernels and exchanges in all layers, in seconds."""
+        """Return the sum of the fixed latencies of all layers' kernels and collectives, in seconds."""
         return self._layers.fixed_s + (self._layers.merge_fixed_s if features.num_merged_tokens else 0.0)
 
     def _in_turn_s(self, features: BatchFeatures) -> float:

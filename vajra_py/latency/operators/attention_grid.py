@@ -18,7 +18,9 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Grid = npt.NDArray[np.float64]
 Factor = Callable[[tuple[Array, ...]], Grid | None]
-"""Function that returns factors on the times at the points of a grid with the given axes; None if all are 1."""
+"""Function that takes the axes of a grid and returns, for each point of the grid, the factor by which its time is
+multiplied; None if all factors are 1.
+"""
 
 
 class DecodeRow:

@@ -27,8 +27,8 @@ class PrefillTimeTable:
         self._latency = latency
         self._solo_chunk_size = solo_chunk_size
         self._stages = num_stages
-        self._table = [0.0]
-        # The current chunk contains the last token of the table's last entry.
+        self._table = [0.0]  # time of a prompt of GRAIN_TOKENS * index tokens, by index
+        # The current chunk contains the last token of the longest prompt in the table.
         self._done = 0  # number of tokens before the current chunk
         self._done_s = 0.0  # time at which the current chunk begins, after the prompt's start
         self._previous = (0, 0.0)  # the same two values for the chunk before the current one

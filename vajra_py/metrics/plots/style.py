@@ -44,9 +44,9 @@ _NARROW_IN = 8.0
 _NARROW_TYPE = 0.8
 _NARROW_HEIGHT = 0.62
 _PANEL_IN = 2.2
-"""Minimum width of a panel in inches, if rows of panels of this width fit on a page."""
+"""Minimum width of a panel in inches, for a figure whose rows of panels fit on a page at this width."""
 _SMALL_PANEL_IN = 1.2
-"""Minimum width of a panel in inches, if rows of wider panels would not fit on a page."""
+"""Minimum width of a panel in inches, for a figure that would otherwise have more rows of panels than fit on a page."""
 MAX_HEIGHT_IN = 9.0
 """Text height of a page, in inches."""
 _LEGEND_ROW_IN = 0.15

@@ -16,8 +16,8 @@ REJECTION_KINDS = (SHED_KIND, QUEUE_FULL_KIND, NO_REPLICA_KIND, OWN_KIND)
 the request can never run, or a scheduler dropped it.
 """
 TURNED_AWAY = (QUEUE_FULL, ALL_FAILED, SHED)
-"""Beginnings of the details of rejections that a setting intends or a failure causes; all other rejections are caused
-by the request, by wrong settings or by a policy.
+"""Prefixes of `detail` that mark a rejection as intended by the settings or caused by a failure. Any other rejection is
+caused by the request, by wrong settings or by a policy.
 """
 
 

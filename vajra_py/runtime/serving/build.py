@@ -376,7 +376,7 @@ def build_replicaset(
         own = replace(context, emit=services.diary.emitted.of(name, choice.policy))
         if layer is Layer.REPLICA_SCHEDULER:
             own = replace(own, limits=plans[index].limits, latency=plans[index].latency)
-        elif index:  # the replicaset scheduler for requests whose prompts are computed
+        elif index:  # the second replicaset scheduler, for requests after their prompts
             own = replace(own, random_stream=seeds.child("after_prompt").stream)
         if isinstance(services.output_lengths, NoLengths):
             own = replace(own, output_lengths=UnansweredLengths(choice.policy, services.diary.asked_for_lengths))

@@ -75,7 +75,7 @@ _TRANSFER = Phase.TRANSFER
 _WAITING, _DEFERRED, _ENDED = RequestState.WAITING, RequestState.DEFERRED, RequestState.ENDED
 
 _ASKS_POLICIES = (Phase.WAKE, Phase.SCALING, Phase.PROGRAM)
-"""Phases whose events advance no request unless a policy acts."""
+"""Phases whose events advance requests only if a policy acts."""
 _IN_THE_BACKGROUND = (*_ASKS_POLICIES, Phase.TIER)
 """Phases whose events do not keep a run going when no request is left."""
 

@@ -991,7 +991,7 @@ class Builder(PlanDraft):
         return own
 
     def _forget_looked_at(self) -> None:
-        """Unregister the requests that were looked up and stay in the shared queue, because the step is decided."""
+        """Unregister the requests that were looked up for this step, which is decided now, but not admitted."""
         for request in self._looked_at:
             if request.replica_id == -1:
                 self._memory.forget(request)

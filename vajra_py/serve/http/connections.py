@@ -337,7 +337,7 @@ class Connection(HttpToolsProtocol):
         self._enter(Phase.BODY)
         super().on_headers_complete()
         if self.parser.should_upgrade():
-            self.cycle.keep_alive = False  # no body of a CONNECT is read, and it must not count as the next request
+            self.cycle.keep_alive = False  # the unread body of a CONNECT must not count as a request
         if self.scope["http_version"] == "1.0":  # HTTP/1.0 has no chunked encoding: the answer ends with the connection
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _UntilClosed()

@@ -190,7 +190,7 @@ class FusedForward:
             following = self._norm
             if index + 1 < len(self._layers):
                 following = self._layers[index + 1].attention_norm
-            # If as many rows are requested as there are tokens, all rows are requested, in order, and none is dropped.
+            # Rows that are not requested are dropped. If the numbers are equal, all rows are requested, in order.
             elif stage.is_last and rows.shape[0] != token_ids.shape[0]:
                 hidden, attended = hidden[rows], attended[rows]
                 if adapters is not None:
