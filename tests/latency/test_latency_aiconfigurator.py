@@ -262,6 +262,9 @@ def test_steps_beyond_the_reach_are_refused_or_answered_by_the_roofline(tables: 
     model = of(tables, fallback="roofline")
     assert model.batch_time_s(far) > 0
     assert step_times_of(model).kind == "measured"
+    # A run whose first step is beyond the reach does not count: the simulator takes this step by itself.
+    assert len(model.decode_run_times_s(16, 16 * 100_000, 10)) == 1
+    assert model.filled_fraction == 0.0
 
 
 def test_a_table_with_a_time_that_is_none_is_refused_with_its_row(tables: Path, tmp_path: Path) -> None:

@@ -89,6 +89,10 @@ def test_wrong_figures_are_named_all_together() -> None:
     assert "device.memory_bandwith: is not known. Did you mean 'memory_bandwidth'?" in text
     assert "device.link_fraction" in text
     assert "device.memory_bandwidth" in text
+    with pytest.raises(
+        ConfigError, match=r"device\.memory_bytes: Input should be less than or equal to 9223372036854775807"
+    ):
+        load_device({"base": "l4", "memory_bytes": 10**400})
     with pytest.raises(ConfigError, match=r"unknown dtype \('bf16'\)"):
         load_device({"base": "l4", "peak_flops": {"bf16": 1e12}})
 

@@ -145,11 +145,28 @@ def test_all_missing_and_ill_typed_keys_are_named_at_once() -> None:
             "quantization_config.quant_method: is not supported ('awq')",
         ),
         ({"torch_dtype": "int3"}, "torch_dtype: is not supported ('int3')"),
+        ({"hybrid_override_pattern": "M-M*"}, "hybrid_override_pattern: belongs to a model with recurrent layers"),
+        ({"mamba_num_heads": 8}, "mamba_num_heads: belongs to a model with recurrent layers"),
+        ({"ssm_state_size": 8}, "ssm_state_size: belongs to a model with recurrent layers"),
+        ({"linear_attn_config": {}}, "linear_attn_config: belongs to a model with recurrent layers"),
+        ({"attn_type_list": [0, 0, 0, 1]}, "attn_type_list: belongs to a model with recurrent layers"),
+        ({"moe_num_experts": 64, "moe_k": 6}, "moe_num_experts: describes experts in a form that is not supported"),
+        (
+            {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
+            "interleave_moe_layer_step: describes experts in a form that is not supported",
+        ),
+        ({"vocab_size": 10**320}, "vocab_size: is too large. Allowed: at most 2147483647"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers: is too large. Allowed: at most 10000"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: is not true or false ('yes')"),
     ],
 )
 def test_unsupported_configurations_are_refused_with_the_key(changes: dict[str, Any], message: str) -> None:
     assert message in problems(**changes)
+
+
+def test_a_list_of_attention_in_every_layer_changes_nothing() -> None:
+    listed = model_from_config(tiny(attn_type_list=[1] * 4), name="tiny", source="-")
+    assert listed == model_from_config(tiny(), name="tiny", source="-")
 
 
 def test_multimodal_files_are_read_from_their_text_part() -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.latency.conftest import attention_us, dense_us, head_us
+from tests.latency.conftest import attention_rows, attention_us, dense_us, head_us, write
 from tests.latency.measured import as_mixture
 from vajra_py.contract import BatchFeatures
 from vajra_py.errors import ConfigError, ExecutorError
@@ -143,11 +143,25 @@ def test_beyond_the_tables_the_last_line_goes_on_up_to_the_reach(bundle: Path) -
         ExecutorError, match=r"does not reach a step of 128 decodes .* Measured up to .*'kv_decode': 8192"
     ):
         model.batch_time_s(too_far)
-    with pytest.raises(ExecutorError, match="does not reach"):
-        model.decode_run_times_s(128, 128 * (4 * 8192 - 1), 10)
     with_roofline = of(bundle, fallback="roofline")
     assert with_roofline.batch_time_s(too_far) > model.batch_time_s(far)
     assert not with_roofline.covers(too_far)
+
+
+def test_a_run_of_decodes_ends_at_the_reach_and_its_steps_beyond_do_not_count(bundle: Path) -> None:
+    reach = 4 * 8192
+    for fallback in (None, "roofline"):
+        model = of(bundle, fallback=fallback)
+        within = [model.batch_time_s(BatchFeatures(128, 128 * context)) for context in (reach - 1, reach)]
+        assert list(model.decode_run_times_s(128, 128 * (reach - 1), 10)) == within
+        assert model.num_fallback == 0
+    model, beyond = of(bundle, fallback="roofline"), BatchFeatures(128, 128 * (reach + 1))
+    (first,) = model.decode_run_times_s(*beyond[:2], 10)
+    assert model.num_fallback == 0  # the step that is taken counts, once
+    assert first == model.batch_time_s(beyond)
+    assert model.num_fallback == 1
+    with pytest.raises(ExecutorError, match="does not reach"):
+        of(bundle).decode_run_times_s(*beyond[:2], 10)
 
 
 def test_a_long_chunk_is_as_many_measured_ones(bundle: Path) -> None:
@@ -423,8 +437,28 @@ def test_mistakes_are_found_with_file_and_line(
         of(bundle)
 
 
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        (lambda row: row[1] == 0, r"attention.csv kv_prefill: has only one size for chunks alone \(n_decode 0\) \(0\)"),
+        (lambda row: row[0] in (0, 1024), r"attention.csv prefill_chunk: has only one size for chunks alone .*\(1024\)"),
+        (lambda row: row[2] == 0 or row[3] == 16, r"attention.csv kv_decode: has only one size for decodes alone .*\(16\)"),
+        (lambda row: row[0] == 0 or row[3] in (0, 16), r"attention.csv kv_decode: has only one size for chunks beside"),
+    ],
+)  # fmt: skip
+def test_attention_needs_two_sizes_to_interpolate_between(
+    bundle: Path, kept: Callable[[tuple[float, ...]], bool], said: str
+) -> None:
+    rows = [row for row in attention_rows() if kept(row)]
+    write(bundle / "tp1" / "attention.csv", "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us", rows)
+    with pytest.raises(ConfigError, match=said):
+        of(bundle)
+
+
 def test_a_damaged_gzip_of_times_is_named(bundle: Path) -> None:
     file = bundle / "tp1" / "dense.csv"
+    file.write_text(file.read_text(), encoding="utf-8-sig")
+    assert of(bundle).bundle.dense  # a byte-order mark is skipped
     packed = bytearray(gzip.compress(file.read_bytes()))
     packed[40:60] = bytes(each ^ 0x5A for each in packed[40:60])
     file.unlink()

@@ -6,6 +6,7 @@ import gzip
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -203,6 +204,22 @@ def test_measured_steps_of_ones_own_are_fitted(tmp_path: Path) -> None:
     assert described.errors["step"] < 0.05
 
 
+def test_other_columns_and_a_byte_order_mark_are_ignored(tmp_path: Path) -> None:
+    names = (*STEP_COLUMNS, "time_s")
+    (tmp_path / "steps.csv").write_text(f"{','.join(names)},device\n1,10,0,0,0,0.5,H100\n", encoding="utf-8-sig")
+    (tmp_path / "steps.json").write_text(json.dumps({"device": ["H100"], **{name: [1.0] for name in names}}))
+    columns: dict[str, Any] = {name: np.ones(1) for name in names}
+    np.savez(tmp_path / "steps.npz", device=np.array(["H100"]), **columns)
+    for file in ("steps.csv", "steps.json", "steps.npz"):
+        assert set(read_columns(tmp_path / file, names)) == set(names)
+
+
+def test_a_column_of_rows_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "steps.npz", time_s=np.ones((3, 2)))
+    with pytest.raises(ConfigError, match=r"steps\.npz time_s: has 2 dimensions\. One number for each row"):
+        read_columns(tmp_path / "steps.npz", ["time_s"])
+
+
 def test_a_damaged_gzip_and_numbers_too_large_are_named(tmp_path: Path) -> None:
     packed = bytearray(gzip.compress("\n".join([",".join(STEP_COLUMNS), *map(str, range(2000))]).encode()))
     packed[60:200] = bytes(each ^ 0x5A for each in packed[60:200])
@@ -211,7 +228,7 @@ def test_a_damaged_gzip_and_numbers_too_large_are_named(tmp_path: Path) -> None:
         read_columns(tmp_path / "steps.csv.gz", ())
     (tmp_path / "steps.json").write_text(f'{{"time_s": [{10**400}]}}')
     with pytest.raises(ConfigError, match=r"steps\.json time_s\[0\]: is not a number"):
-        read_columns(tmp_path / "steps.json", ())
+        read_columns(tmp_path / "steps.json", ["time_s"])
     (tmp_path / "steps.json").write_text(f'{{"time_s": [{"1" * 5000}]}}')
     with pytest.raises(ConfigError, match=r"steps\.json: cannot be read as JSON"):
         read_columns(tmp_path / "steps.json", ())
@@ -223,7 +240,14 @@ def test_a_damaged_gzip_and_numbers_too_large_are_named(tmp_path: Path) -> None:
         ("num_decodes,seconds", "1,0.1", "has no column 'time_s'"),
         ("{all},time_s", "", "has no rows"),
         ("{all},time_s", "1,10,0,0,0,0", "has a time that is not positive"),
-        ("{all},time_s", "-1,10,0,0,0,0.1", "num_decodes: has a negative number"),
+        ("{all},time_s", "-1,10,0,0,0,0.1", r"num_decodes\[0\]: has a negative number \(-1\)"),
+        (
+            "{all},time_s",
+            "0.5,10,0,0,0,0.1",
+            r"num_decodes\[0\]: is not a count \(0.5\). Allowed: whole numbers from 0",
+        ),
+        ("{all},time_s", "1e30,10,0,0,0,0.1", r"num_decodes\[0\]: is not a count \(1e\+30\)"),
+        ("{all},time_s", "0,0,1,1e15,0,0.1", r"prefill_attention_pairs\[0\]: is not a count"),
         ("{all},time_s", "1,10,0,0,0,x", r"steps\.csv:2 time_s: is not a number"),
     ],
 )

@@ -22,6 +22,10 @@ class PredictsDecodeRuns(Protocol):
     ) -> Sequence[float] | npt.NDArray[np.float64]:
         """Return the seconds of each of `num_steps` steps of `num_decodes` decodes.
 
+        A model may leave out the last steps, but not the first one. If only one step is returned, the simulator
+        predicts that step alone (`taken_time_s` or `stage_time_s`). An interrupted run does not reach its last steps,
+        so a step that the model cannot predict must be left out; only the first step may raise an error.
+
         Contexts sum to `first_context_tokens` in the first step, and each grows by 1 per step. The result must equal,
         bit for bit, the results of calling `batch_time_s` for each step, so that a simulation does not depend on which
         of these methods the simulator calls.

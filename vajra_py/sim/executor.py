@@ -87,7 +87,7 @@ class VariedTimer(PredictedTimer):
     def run_ends(self, now: int, num_decodes: int, first_context_tokens: int, num_steps: int) -> array[int]:
         """See `TimesRuns`; the first of these steps must be the step that the replica formed last."""
         seconds = np.asarray(self._decode_run_times_s(num_decodes, first_context_tokens, num_steps))
-        factors = self._factors.of(self._replica.num_steps - 1, num_steps, has_prompts=False)
+        factors = self._factors.of(self._replica.num_steps - 1, len(seconds), has_prompts=False)
         return run_ends_of(now, seconds * factors, self._overhead_ticks)
 
 

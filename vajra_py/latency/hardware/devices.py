@@ -83,6 +83,7 @@ class DeviceSpec(Struct, frozen=True):
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Fraction = Annotated[float, Field(gt=0, le=1)]
 _Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Natural = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class DeviceConfig(BaseModel):
@@ -101,7 +102,9 @@ class DeviceConfig(BaseModel):
     attention_fraction: _Fraction | None = Field(None, description="Fraction of the peak that attention kernels reach.")
     memory_bandwidth: _Positive | None = Field(None, description="Bytes per second of the device's memory.")
     bandwidth_fraction: _Fraction | None = Field(None, description="Fraction of the bandwidth that kernels reach.")
-    memory_bytes: Annotated[int, Field(gt=0)] | None = Field(None, description="Memory that the driver reports, bytes.")
+    memory_bytes: Annotated[int, Field(gt=0, le=2**63 - 1)] | None = Field(
+        None, description="Memory that the driver reports, bytes."
+    )
     link_bandwidth: _Positive | None = Field(None, description="Bytes per second to peer devices, one direction.")
     link_fraction: _Fraction | None = Field(
         None, description="Fraction of the link's bandwidth that collectives reach."
@@ -110,12 +113,8 @@ class DeviceConfig(BaseModel):
     host_link_bandwidth: _Positive | None = Field(None, description="Bytes per second to and from host memory.")
     kernel_latency_s: _Duration | None = Field(None, description="Minimum time of a kernel, seconds.")
     step_overhead_s: _Duration | None = Field(None, description="Time of a step outside all kernels, seconds.")
-    num_sms: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Number of streaming multiprocessors; 0: unknown."
-    )
-    sm_version: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Compute capability times ten, as 89 for 8.9; 0: unknown."
-    )
+    num_sms: _Natural | None = Field(None, description="Number of streaming multiprocessors; 0: unknown.")
+    sm_version: _Natural | None = Field(None, description="Compute capability times ten, as 89 for 8.9; 0: unknown.")
 
     def to_device(self) -> DeviceSpec:
         """Return the complete device.

@@ -23,6 +23,24 @@ _DTYPE_NAMES = {
     "float8_e4m3fn": "fp8",
     "fp8": "fp8",
 }
+_RECURRENT_KEYS = (
+    "ssm_cfg",
+    "mamba_d_state",
+    "attn_layer_period",
+    "linear_num_key_heads",
+    "linear_attn_config",
+    "hybrid_override_pattern",
+    "mamba_num_heads",
+    "ssm_state_size",
+)
+_RECURRENT = ("belongs to a model with recurrent layers", "Only attention in every layer is supported")
+_UNREAD_EXPERT_KEYS = ("moe_num_experts", "interleave_moe_layer_step")
+"""Keys of ERNIE 4.5 and of Llama 4. Their other keys for experts have names or meanings that are not read here, such as
+those of shared experts."""
+_NUM_EXPERTS_KEYS = ("num_local_experts", "n_routed_experts", "num_experts")
+_LARGEST_COUNT = 2**31 - 1
+_MOST_LAYERS = 10_000
+"""Upper bound of the number of layers; code that goes through all layers takes long with more."""
 
 
 class _Family(Struct, frozen=True):
@@ -72,10 +90,10 @@ class _Keys:
     def problem(self, key: str, message: str, allowed: str | None = None) -> None:
         self.problems.append(Problem(f"{self._source} {self._prefix}{key}", message, allowed))
 
-    def count(self, *names: str, default: int | None = None, low: int = 1) -> int:
+    def count(self, *names: str, default: int | None = None, low: int = 1, high: int = _LARGEST_COUNT) -> int:
         """Return the value of the first of `names` that is set, else the default.
 
-        Record a problem if there is neither, or if the value is not an integer of at least `low`.
+        Record a problem if there is neither, or if the value is not an integer from `low` to `high`.
         """
         for name in names:
             value = self.values.get(name)
@@ -83,6 +101,9 @@ class _Keys:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 self.problem(name, f"is not a whole number of at least {low} ({value!r})")
+                return low
+            if value > high:
+                self.problem(name, "is too large", f"Allowed: at most {high}")
                 return low
             return value
         if default is None:
@@ -135,7 +156,7 @@ def _read(keys: _Keys, name: str) -> ModelSpec:
     layer_types = keys.entries("layer_types")
     _refuse_unsupported(keys, layer_types)
     hidden = keys.count("hidden_size")
-    num_layers = keys.count("num_hidden_layers")
+    num_layers = keys.count("num_hidden_layers", high=_MOST_LAYERS)
     num_heads = keys.count("num_attention_heads")
     num_kv_heads = keys.count("num_key_value_heads", default=1 if keys.values.get("multi_query") is True else num_heads)
     latent = _latent(keys)
@@ -186,9 +207,16 @@ def _refuse_unsupported(keys: _Keys, layer_types: list[Any]) -> None:
             f"has layers that are not attention as known here ({', '.join(unknown)})",
             f"Allowed: {', '.join(known)}",
         )
-    for key in ("ssm_cfg", "mamba_d_state", "attn_layer_period", "linear_num_key_heads"):
+    for key in _RECURRENT_KEYS:
         if keys.values.get(key) is not None:
-            keys.problem(key, "belongs to a model with recurrent layers", "Only attention in every layer is supported")
+            keys.problem(key, *_RECURRENT)
+    if any(kind != 1 for kind in keys.entries("attn_type_list")):
+        keys.problem("attn_type_list", *_RECURRENT)
+    for key in _UNREAD_EXPERT_KEYS:
+        if keys.values.get(key):
+            keys.problem(
+                key, "describes experts in a form that is not supported", f"Allowed: {', '.join(_NUM_EXPERTS_KEYS)}"
+            )
 
 
 def _latent(keys: _Keys) -> LatentAttention | None:
@@ -206,12 +234,10 @@ def _latent(keys: _Keys) -> LatentAttention | None:
 def _feed_forward(keys: _Keys, num_layers: int) -> tuple[Experts | None, int]:
     """Return the experts (None if there are none), and the width of the dense layers (0 if every layer has experts)."""
     values = keys.values
-    num_experts = next(
-        (values[k] for k in ("num_local_experts", "n_routed_experts", "num_experts") if values.get(k)), 0
-    )
+    num_experts = next((values[k] for k in _NUM_EXPERTS_KEYS if values.get(k)), 0)
     if num_experts in (0, 1):
         return None, keys.count("intermediate_size")
-    count = keys.count("num_local_experts", "n_routed_experts", "num_experts")
+    count = keys.count(*_NUM_EXPERTS_KEYS)
     per_token = keys.count("num_experts_per_tok", "num_experts_per_token", "moe_topk")
     if per_token > count:
         keys.problem("num_experts_per_tok", f"is larger than the number of experts ({per_token} of {count})")

@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from vajra_py.contract.latency import BatchFeatures
 from vajra_py.errors import ConfigError, Problem
+from vajra_py.latency.models.packed_times import EXACT
 from vajra_py.latency.models.profiled import COEFFICIENTS, CURVES, Curve, Profile, StepFit
-from vajra_py.latency.models.tabular import read_columns
+from vajra_py.latency.models.tabular import Columns, read_columns
 
 Floats = npt.NDArray[np.float64]
 
@@ -111,7 +112,7 @@ def profile_of_steps(path: str) -> Profile:
     times_s = columns.pop(TIME_COLUMN)
     if not len(times_s):
         raise ConfigError(Problem(path, "has no rows", "One row for each measured step"))
-    problems = [Problem(f"{path} {name}", "has a negative number") for name, one in columns.items() if (one < 0).any()]
+    problems = _count_problems(path, columns)
     if (times_s <= 0).any():
         problems.append(Problem(f"{path} {TIME_COLUMN}", "has a time that is not positive", "Seconds of the step"))
     if problems:
@@ -120,12 +121,25 @@ def profile_of_steps(path: str) -> Profile:
         tokens, chunks = columns["prefill_tokens"], np.maximum(columns["num_prefills"], 1.0)
         mean_pairs = tokens / chunks * (columns["prefill_context_tokens"] / chunks + (tokens / chunks + 1.0) / 2.0)
         columns["prefill_attention_pairs"] = np.rint(chunks * mean_pairs)
+        if too_many := _count_problems(path, {"prefill_attention_pairs": columns["prefill_attention_pairs"]}):
+            raise ConfigError(too_many)
     rows = zip(*(column.astype(np.int64).tolist() for column in columns.values()), strict=True)
     shapes = [BatchFeatures(**dict(zip(columns, row, strict=True))) for row in rows]
     measured = [Measured(features, time_s) for features, time_s in zip(shapes, times_s.tolist(), strict=True)]
     order = [place for first in range(_HELD_OUT_PART) for place in range(first, len(measured), _HELD_OUT_PART)]
     facts = {"source": f"a fit to the measured steps of {Path(path).name}"}
     return Profile(fit_steps(measured), facts, held_out_errors(measured, order), len(measured))
+
+
+def _count_problems(path: str, columns: Columns) -> list[Problem]:
+    problems = []
+    for name, column in columns.items():
+        bad = np.flatnonzero((column != np.floor(column)) | (column < 0) | (column >= EXACT))
+        if bad.size:
+            what = "has a negative number" if column[bad[0]] < 0 else "is not a count"
+            allowed = f"Allowed: whole numbers from 0 to {EXACT - 1}"
+            problems.append(Problem(f"{path} {name}[{bad[0]}]", f"{what} ({column[bad[0]]:g})", allowed))
+    return problems
 
 
 def errors_of(predict: Callable[[BatchFeatures], float], measured: Sequence[Measured]) -> dict[str, dict[str, float]]:

@@ -20,7 +20,7 @@ RECORD_COLUMNS = ("step_index", "num_steps", "gap", "duration", "drift", "bends"
 `PackedTimes`, and the duration of every step of the record in seconds, or NaN if durations follow from the ticks.
 """
 
-_EXACT = 2**53
+EXACT = 2**53
 """Integers below this are exact as floats, so that a division rounds only once."""
 
 
@@ -101,7 +101,7 @@ def _sums(values: Ints, starts: Ints, counts: Ints) -> Ints:
 
 def seconds_of(ticks: Ints, ticks_per_second: int) -> NDArray[np.float64]:
     """Return times in seconds, rounded correctly, like the division of Python integers."""
-    if not ticks.size or max(-ticks.min(), ticks.max()) < _EXACT:
+    if not ticks.size or max(-ticks.min(), ticks.max()) < EXACT:
         return ticks / float(ticks_per_second)
     return np.array([tick / ticks_per_second for tick in ticks.tolist()], dtype=np.float64)
 

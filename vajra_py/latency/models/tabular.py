@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,8 @@ Columns = dict[str, npt.NDArray[np.float64]]
 def read_columns(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Columns:
     """Read numeric columns of equal length from a CSV (also gzip'd), JSON, npz or Parquet file.
 
-    Returns the needed columns, and those optional ones that the file has. JSON is an object of lists, or a list of
-    objects.
+    Returns the needed columns, and those optional ones that the file has; other columns are ignored. JSON is an object
+    of lists, or a list of objects.
 
     Raises:
         ConfigError: the file is missing, broken or of another kind, or lacks a needed column, or a value is not a
@@ -36,9 +36,9 @@ def read_columns(path: Path, needed: Sequence[str], optional: Sequence[str] = ()
     if name.endswith(".csv"):
         columns = _from_csv(path, needed, wanted)
     elif name.endswith(".json"):
-        columns = _from_json(path)
+        columns = _from_json(path, wanted)
     elif name.endswith(".npz"):
-        columns = read_npz(path)
+        columns = read_npz(path, wanted)
     elif name.endswith(".parquet"):
         columns = _from_parquet(path, wanted)
     else:
@@ -66,15 +66,23 @@ def check_names(path: Path, names: Mapping[str, Any], needed: Sequence[str]) -> 
         raise ConfigError(missing)
 
 
-def read_npz(path: Path) -> Columns:
-    """Return the arrays of an npz file, as float64.
+def open_csv(path: Path) -> TextIO:
+    """Open a CSV file, gzip'd if its name ends with .gz; a byte-order mark is skipped."""
+    if path.name.endswith(".gz"):
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
+
+
+def read_npz(path: Path, wanted: Sequence[str] | None = None) -> Columns:
+    """Return the arrays of an npz file as float64; with `wanted`, only those of these names.
 
     Raises:
         ConfigError: the file is not an npz file, or contains values other than numbers.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return {key: arrays[key].astype(np.float64) for key in arrays.files}
+            names = [name for name in arrays.files if wanted is None or name in wanted]
+            return {name: arrays[name].astype(np.float64) for name in names}
     except (OSError, ValueError, EOFError) as error:
         raise ConfigError(Problem(str(path), f"is not an npz file of numbers ({error})")) from error
     except Exception as error:  # zipfile raises its own exceptions
@@ -84,7 +92,7 @@ def read_npz(path: Path) -> Columns:
 def _from_csv(path: Path, needed: Sequence[str], wanted: Sequence[str]) -> Columns:
     values: dict[str, list[float]] = {}
     try:
-        with gzip.open(path, "rt", newline="") if path.name.endswith(".gz") else path.open(newline="") as file:
+        with open_csv(path) as file:
             reader = csv.reader(file)
             header = [name.strip() for name in next(reader, [])]
             check_names(path, dict.fromkeys(header), needed)
@@ -109,14 +117,15 @@ def _number(path: Path, line: int, name: str, text: str) -> float:
         raise ConfigError(Problem(f"{path}:{line} {name}", f"is not a number ({text!r})")) from None
 
 
-def _from_json(path: Path) -> Columns:
+def _from_json(path: Path, wanted: Sequence[str]) -> Columns:
     contents = read_json_file(path)
     if isinstance(contents, list) and all(isinstance(row, dict) for row in contents) and contents:
         contents = {key: [row.get(key) for row in contents] for key in contents[0]}
     if not isinstance(contents, dict) or not all(isinstance(column, list) for column in contents.values()):
         raise ConfigError(Problem(str(path), "is neither an object of lists nor a list of objects"))
     columns = {}
-    for key, column in contents.items():
+    for key in (name for name in contents if name in wanted):
+        column = contents[key]
         bad = next((i for i, v in enumerate(column) if not _is_number(v)), None)
         if bad is not None:
             raise ConfigError(Problem(f"{path} {key}[{bad}]", f"is not a number ({column[bad]!r})"))
@@ -144,7 +153,10 @@ def _from_parquet(path: Path, wanted: Sequence[str]) -> Columns:
 
 
 def _check_values(path: Path, columns: Columns) -> None:
-    lengths = {len(column) for column in columns.values() if column.ndim == 1}
+    for name, column in columns.items():
+        if column.ndim != 1:
+            raise ConfigError(Problem(f"{path} {name}", f"has {column.ndim} dimensions", "One number for each row"))
+    lengths = {len(column) for column in columns.values()}
     if len(lengths) > 1:
         raise ConfigError(
             Problem(str(path), f"has columns of different lengths ({', '.join(map(str, sorted(lengths)))})")
@@ -152,4 +164,4 @@ def _check_values(path: Path, columns: Columns) -> None:
     for name, column in columns.items():
         bad = np.flatnonzero(~np.isfinite(column))
         if bad.size:
-            raise ConfigError(Problem(f"{path} {name}[{bad[0]}]", f"is not a finite number ({column.flat[bad[0]]})"))
+            raise ConfigError(Problem(f"{path} {name}[{bad[0]}]", f"is not a finite number ({column[bad[0]]})"))

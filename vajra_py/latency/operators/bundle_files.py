@@ -9,7 +9,6 @@ error.
 from __future__ import annotations
 
 import csv
-import gzip
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vajra_py.errors import ConfigError, Problem, did_you_mean
+from vajra_py.latency.models.tabular import open_csv
 
 Array = npt.NDArray[np.float64]
 
@@ -209,7 +209,7 @@ def _needed(folder: Path, stem: str) -> Path:
 def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
     """Yield (line number, texts of these columns) for each row."""
     try:
-        with gzip.open(path, "rt", newline="") if path.name.endswith(".gz") else path.open(newline="") as file:
+        with open_csv(path) as file:
             reader = csv.reader(file)
             header = [name.strip() for name in next(reader, [])]
             missing = [name for name in columns if name not in header]
@@ -305,13 +305,19 @@ def _check_layers(folder: Path, dense: dict[str, Samples], *, has_experts: bool)
 def _check_attention(folder: Path, attention: Array) -> None:
     chunk, decodes = attention[:, 0], attention[:, 2]
     kinds = {
-        "chunks alone (n_decode 0)": (chunk > 0) & (decodes == 0),
-        "decodes alone (prefill_chunk 0)": (chunk == 0) & (decodes > 0),
-        "chunks beside decodes": (chunk > 0) & (decodes > 0),
+        "chunks alone (n_decode 0)": ((chunk > 0) & (decodes == 0), ("prefill_chunk", "kv_prefill")),
+        "decodes alone (prefill_chunk 0)": ((chunk == 0) & (decodes > 0), ("kv_decode",)),
+        "chunks beside decodes": ((chunk > 0) & (decodes > 0), ("prefill_chunk", "kv_prefill", "kv_decode")),
     }
-    for kind, rows in kinds.items():
+    for kind, (rows, interpolated) in kinds.items():
         if rows.sum() < 4:
             raise ConfigError(Problem(f"{folder}/attention.csv", f"has too few times of {kind} ({rows.sum()})"))
+        for name in interpolated:
+            sizes = np.unique(attention[rows, ATTENTION_AXES.index(name)])
+            if len(sizes) < 2:
+                message = f"has only one size for {kind} ({sizes[0]:g})"
+                allowed = "At least two sizes; times are interpolated between them"
+                raise ConfigError(Problem(f"{folder}/attention.csv {name}", message, allowed))
 
 
 def _skew_samples(path: Path) -> Array:

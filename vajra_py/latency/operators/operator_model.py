@@ -65,10 +65,14 @@ class OperatorTablesModel(ProfileBundleModel):
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int
     ) -> Sequence[float] | npt.NDArray[np.float64]:
-        """See `ProfileBundleModel`; the steps count as executed."""
+        """See `ProfileBundleModel`; the returned steps count as executed, even if the run is interrupted later.
+
+        A step that is returned alone does not count here, because `taken_time_s` counts it.
+        """
         times = super().decode_run_times_s(num_decodes, first_context_tokens, num_steps)
-        self._taken_s += float(np.sum(times))
-        self._filled_time_s += num_steps * self._dense_filled_s(num_decodes)
+        if len(times) > 1:
+            self._taken_s += float(np.sum(times))
+            self._filled_time_s += len(times) * self._dense_filled_s(num_decodes)
         return times
 
     def filled_s(self, features: BatchFeatures) -> float:

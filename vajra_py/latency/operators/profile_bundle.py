@@ -200,14 +200,19 @@ class ProfileBundleModel:
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int
     ) -> Sequence[float] | npt.NDArray[np.float64]:
-        """Return the seconds of each step of a run of decodes; see `PredictsDecodeRuns`."""
+        """Return the seconds of the steps of a run of decodes up to the last one within reach, and at least of the
+        first; see `PredictsDecodeRuns`.
+        """
         last = first_context_tokens + num_decodes * (num_steps - 1)
         if not num_decodes:
             return [0.0] * num_steps
         batch, contexts = self._decodes(num_decodes), range(first_context_tokens, last + 1, num_decodes)
         if last / num_decodes > batch.longest_context:
-            return [self.batch_time_s(BatchFeatures(num_decodes, context)) for context in contexts]
-        if num_steps <= FEW_STEPS:
+            within = bisect_right(contexts, batch.longest_context, key=lambda context: context / num_decodes)
+            if not within:
+                return [self._fallback_s(BatchFeatures(num_decodes, first_context_tokens))]
+            contexts = contexts[:within]
+        if len(contexts) <= FEW_STEPS:
             return batch.run_times_s(contexts, num_decodes)
         return batch.times_s(np.array(contexts, dtype=np.float64) / num_decodes)
 
@@ -265,8 +270,13 @@ class ProfileBundleModel:
     # Parts of a step's time
 
     def _beyond(self, features: BatchFeatures) -> float:
+        seconds = self._fallback_s(features)
+        self.num_fallback += 1
+        return seconds
+
+    def _fallback_s(self, features: BatchFeatures) -> float:
+        """Return the fallback's seconds without counting the prediction; raise `ExecutorError` without a fallback."""
         if self.options.fallback is not None:
-            self.num_fallback += 1
             return self.options.fallback.batch_time_s(features)
         largest = {name: int(size) for name, size in self._attention.largest.items()}
         raise ExecutorError(
