@@ -181,25 +181,28 @@ def page(results: Mapping[str, tuple[str, str]]) -> str:
 
 PAGE = """# Models
 
-This page lists the causal language models of transformers that the [engine](../engine.md) runs. A model's
-attention must go through transformers' attention interface. A self-check at load time compares a few ragged steps over
-paged memory with the model's own eager attention, and refuses models that differ, with the reason.
-Types that are not listed may therefore run, and listed types are checked again at each load.
+This page lists the types of causal language models of transformers that the [engine](../engine.md)
+runs. A model's attention must go through transformers' attention interface.
 
-For the self-check of a mixture of experts, every token goes to the experts that the model's own pass chose for
-it: in 16 bits, rounding would otherwise decide between experts that a router scores almost equally.
+At each load, a self-check computes a few steps with requests of different lengths over paged KV
+memory, and compares the logits with those of the model's own eager attention. If they differ, the
+model is refused with the reason. So types that are not listed here may run too.
+
+In the self-check of a mixture of experts, every token goes to the experts that the model's own
+forward pass chose for the token. Otherwise, with 16-bit weights, rounding could change the choice
+between experts with almost equal router scores.
 
 Multimodal models are refused; use the directory of the text model. Quantized checkpoints
 (`quantization_config` in `config.json`) are refused.
 
-The lists were made with transformers {transformers} and torch {torch} ({date}), from a small model with random
-weights of each of the {num_types} types in transformers. `python benchmarks/model_types.py --write
-docs/reference/models.md` writes this page.
+The lists were made with transformers {transformers} and torch {torch} ({date}). For each of the {num_types}
+types in transformers, a small model with random weights was loaded.
+`python benchmarks/model_types.py --write docs/reference/models.md` writes this page.
 
 ## Tested families
 
-These types run on the engine's own forward pass: {fused}. Tests compare logits and tokens with transformers'
-over chunked, mixed, preempted and swapped schedules.
+These types run on the engine's own forward pass: {fused}. Tests compare their logits and tokens with those
+of transformers, over schedules with chunks, mixed steps, preemptions and swaps.
 
 ## Passed, on transformers' modules ({num_modules})
 
@@ -207,12 +210,13 @@ over chunked, mixed, preempted and swapped schedules.
 
 ## Notes
 
-Multi-head latent attention (`deepseek_v2`, `deepseek_v3` and others) runs as attention over full keys
-and values, not over the latent: a token of DeepSeek-V3 takes 61 layers × 128 heads × (192 + 128) × 2 bytes =
-5.0 MB in bfloat16, 71 times the size of the token's latent.
+Multi-head latent attention (`deepseek_v2`, `deepseek_v3` and others) runs as attention over full
+keys and values, not over the latent vector. So the KV of a token of DeepSeek-V3 takes 61 layers ×
+128 heads × (192 + 128) × 2 bytes = 5.0 MB in bfloat16. This is 71 times the size of the token's
+latent vectors.
 
-Greedy tokens of every type that runs are compared with transformers' over random schedules of chunks,
-decodes, preemptions, swaps and shared prefixes. Run more schedules with
+For every type that runs, tests compare greedy tokens with those of transformers, over random
+schedules of chunks, decodes, preemptions, swaps and shared prefixes. Run more schedules with
 `VAJRA_FUZZ_SCHEDULES=20 pytest tests/engine/compute/test_compute_all_families.py`. Replicas of
 [several ranks](../engine.md#spread-a-replica-over-several-ranks) support some types only.
 

@@ -174,7 +174,8 @@ def test_a_manifest_says_who_made_the_policies(write: Any, good: str, registry: 
     assert {**again, "environment": None} == {**manifest, "environment": None}
     assert manifest["seed"] == 42
     assert manifest["config"]["workload"]["rate"] == 4.0
-    assert manifest["plugins"] == [{"entry_point": "lab", "package": "test-lab", "version": "1.2"}]
+    (plugin,) = manifest["plugins"]
+    assert plugin == {"entry_point": "lab", "package": "test-lab", "version": "1.2", "code": "none"}
     lrs = manifest["policies"]["default"]["request_prioritizer"]
     assert lrs == {"policy": "lrs", "package": "test-lab", "version": "1.2"}
     assert {"vajra-py", "python", "numpy"} <= set(manifest["versions"])

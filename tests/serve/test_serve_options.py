@@ -202,7 +202,10 @@ INFINITY = float("inf")
         ({"api_key": "two words"}, "api_key: is empty, or has characters that a header cannot carry"),
         ({"api_key": "a\r\nX-Evil: 1"}, "api_key: is empty, or has characters that a header cannot carry"),
         ({"api_key": "schlüssel"}, "api_key: is empty, or has characters that a header cannot carry"),
-        ({"admin": True, "admin_api_key": "a b"}, "admin_api_key: is empty, or has characters that a header cannot carry"),
+        (
+            {"admin": True, "admin_api_key": "a b"},
+            "admin_api_key: is empty, or has characters that a header cannot carry",
+        ),
         ({"admin": True, "api_key": "k"}, "admin_api_key: is missing: every user of the server could swap"),
         ({"admin_api_key": "k"}, "admin_api_key: does nothing without --admin"),
         ({"ssl_certfile": Path("nowhere.pem")}, "ssl_certfile: is not a file (nowhere.pem)"),

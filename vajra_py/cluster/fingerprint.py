@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from importlib import metadata
-from importlib.util import find_spec
-from pathlib import Path
 
 from vajra_py.config import versions
 from vajra_py.plugins import load_registry
-from vajra_py.plugins.discovery import GROUP
+from vajra_py.plugins.discovery import GROUP, code_digest
 
 EVERY_NODE = "Every node needs what this machine has."
 
@@ -26,25 +23,6 @@ def fingerprint() -> dict[str, str]:
         code = code_digest(modules[one.entry_point])
         found[f"plug-in {one.entry_point} of {one.package}"] = f"version {one.version}, code {code}"
     return found
-
-
-def code_digest(module: str) -> str:
-    """Return a digest of the Python source of a module's top-level package, which distinguishes checkouts of the same
-    version.
-    """
-    package = module.partition(".")[0]
-    spec = find_spec(package)
-    digest = hashlib.blake2b(digest_size=6)
-    if spec is None:
-        return "none"
-    folders = [Path(one) for one in spec.submodule_search_locations or ()]
-    files = [(path.relative_to(folder), path) for folder in folders for path in folder.rglob("*.py")]
-    if not folders and spec.origin:
-        files = [(Path(spec.origin).relative_to(Path(spec.origin).parent), Path(spec.origin))]
-    for name, path in sorted(files):
-        digest.update(str(name).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def difference(own: Mapping[str, str], found: Mapping[str, str]) -> str:

@@ -11,6 +11,8 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from vajra_py import __version__
 from vajra_py.config.schema import SystemConfig
 from vajra_py.contract import Layer
@@ -35,10 +37,7 @@ def run_manifest(config: SystemConfig, registry: Registry) -> dict[str, Any]:
         "config": settings,
         "git": git_state(Path.cwd()),
         "versions": versions(),
-        "plugins": [
-            {"entry_point": each.entry_point, "package": each.package, "version": each.version}
-            for each in registry.plugins
-        ],
+        "plugins": [structs.asdict(each) for each in registry.plugins],
         "policies": _policies(config, registry),
         **_admission(config, registry),
         "environment": environment(),

@@ -7,11 +7,14 @@ points or packages, separated by commas) excludes it.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TypeAlias
 
 import pluggy
@@ -145,7 +148,29 @@ def _source(entry: metadata.EntryPoint) -> PluginSource:
     distribution = entry.dist
     if distribution is None:
         return PluginSource("an unnamed package", "of unknown version", entry.name)
-    return PluginSource(distribution.name, distribution.version, entry.name)
+    code = "" if normalised(distribution.name) == BUILTIN.package else code_digest(entry.value.partition(":")[0])
+    return PluginSource(distribution.name, distribution.version, entry.name, code)
+
+
+def code_digest(module: str) -> str:
+    """Return a digest of the Python source of a module's top-level package, which distinguishes checkouts of the same
+    version.
+    """
+    try:
+        spec = find_spec(module.partition(".")[0])
+    except ValueError:  # it has no name, or was not made from a file
+        spec = None
+    if spec is None:
+        return "none"
+    digest = hashlib.blake2b(digest_size=6)
+    folders = [Path(one) for one in spec.submodule_search_locations or ()]
+    files = [(path.relative_to(folder), path) for folder in folders for path in folder.rglob("*.py") if path.is_file()]
+    if not folders and spec.origin:
+        files = [(Path(spec.origin).relative_to(Path(spec.origin).parent), Path(spec.origin))]
+    for name, path in sorted(files):
+        digest.update(str(name).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _load_order(source: PluginSource) -> tuple[bool, str, str]:
@@ -153,7 +178,7 @@ def _load_order(source: PluginSource) -> tuple[bool, str, str]:
 
     Listings use this order. If two plug-ins offer the same name, the error blames the later one.
     """
-    return normalised(source.package) != "vajra-py", normalised(source.package), source.entry_point
+    return normalised(source.package) != BUILTIN.package, normalised(source.package), source.entry_point
 
 
 def normalised(package: str) -> str:

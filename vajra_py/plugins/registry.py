@@ -55,6 +55,8 @@ class PluginSource(Struct, frozen=True, order=True):
     """Name of the distribution, as used by pip."""
     version: str
     entry_point: str
+    code: str = ""
+    """Digest of the package's Python source when the plug-in was loaded; empty for this project's own."""
 
     def __str__(self) -> str:
         """Return the plug-in's name for error messages."""

@@ -11,14 +11,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from vajra_py import __version__
 from vajra_py.config import SystemConfig, dump_effective, run_manifest
 from vajra_py.errors import ConfigError, Problem
 from vajra_py.metrics.runs.differences import natural
-from vajra_py.plugins import Registry
+from vajra_py.plugins import Registry, load_registry
 
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
 _FIRST_FILES = {"environment.json", "environment.partial", "config.yaml", "manifest.partial"}
@@ -93,6 +94,20 @@ def _is_hidden(manifest: Path, path: Path) -> bool:
     return any(name.startswith(".") for name in manifest.relative_to(path).parts)
 
 
+def _changed_entries(before: object, now: Mapping[str, object]) -> list[str]:
+    """Return the names whose value differs between two mappings that both have the name."""
+    known = before if isinstance(before, dict) else {}
+    return [name for name, value in now.items() if known.get(name, value) != value]
+
+
+def _changed_code(manifest: Mapping[str, Any]) -> list[str]:
+    """Return which code differs from that of a run: of plug-ins by their source, of this package by its version."""
+    before = {one.get("package"): one.get("code", "") for one in manifest.get("plugins", ())}
+    now = {one.package: one.code for one in load_registry().plugins}
+    changed = [f"the code of {name}" for name in _changed_entries(before, now) if before[name]]
+    return [*changed, *_changed_entries(manifest.get("versions"), {"vajra-py": __version__})]
+
+
 class RunFolder:
     """Folder of one run; it is locked against other runs from `start` to `close`."""
 
@@ -101,9 +116,9 @@ class RunFolder:
         self._lock: int | None = None
 
     def is_finished(self, config: SystemConfig) -> bool:
-        """Return whether the folder has the complete results of exactly these settings and their input files."""
+        """Return whether the folder has the complete results of exactly these settings, input files and plug-ins."""
         manifest = self._manifest()
-        is_same = manifest.get("config_digest") == config_digest(config) and not self._changed_files(config)
+        is_same = manifest.get("config_digest") == config_digest(config) and not self._changed(config)
         return is_same and manifest.get("status") == FINISHED
 
     def holds_other_results(self, config: SystemConfig) -> bool:
@@ -117,15 +132,15 @@ class RunFolder:
 
         That is the case if the folder contains files that do not belong to a run, or further runs in its subfolders (of
         a sweep or a capacity search). Unless `overwrite` is set, it is also the case if the folder contains results of
-        other settings, or of input files that have changed since.
+        other settings, or of input files or plug-ins that have changed since.
         """
         is_other = self.holds_other_results(config)
         if self._holds_further_runs() or (is_other and "config_digest" not in self._manifest()):
             message = "contains something other than a run, and is left as it is"
             raise ConfigError(Problem(f"output {self.path}", message, "Another name or folder, or an empty one"))
-        changed = [] if overwrite else self._changed_files(config)
+        changed = [] if overwrite else self._changed(config)
         if changed:
-            message = f"contains results computed before these files changed ({', '.join(changed)})"
+            message = f"contains results computed before a change of {', '.join(changed)}"
             raise ConfigError(Problem(f"output {self.path}", message, "Another name or folder, or overwrite it"))
         if is_other and not overwrite:
             raise ConfigError(
@@ -193,12 +208,12 @@ class RunFolder:
             pass
         self._lock = lock
 
-    def _changed_files(self, config: SystemConfig) -> list[str]:
-        """Return the input files that have changed since the results were written."""
-        known = self._manifest().get("files")
-        if not isinstance(known, dict):
-            return []
-        return [name for name, digest in files_digest(config).items() if known.get(name, digest) != digest]
+    def _changed(self, config: SystemConfig) -> list[str]:
+        """Return the input files, the plug-ins, and the version of this package that have changed since the results
+        were written.
+        """
+        manifest = self._manifest()
+        return [*_changed_entries(manifest.get("files"), files_digest(config)), *_changed_code(manifest)]
 
     def _manifest(self) -> dict[str, Any]:
         path = self.path / "manifest.json"
