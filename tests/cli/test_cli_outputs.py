@@ -6,6 +6,8 @@ import csv
 import gzip
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,9 +162,6 @@ def test_a_report_of_a_sweep_names_every_setting(vajra: Vajra, swept: Path) -> N
 
 
 def test_a_reader_that_goes_away_is_no_error(vajra: Vajra, small: Path) -> None:
-    import subprocess
-    import sys
-
     vajra("run", small, "-q")
     code = "from vajra_py.cli.main import main; main()"
     compare = [sys.executable, "-c", code, "policies", "--json"]
@@ -227,3 +226,9 @@ def test_the_schema_accepts_what_check_accepts(vajra: Vajra, small: Path) -> Non
     assert not Draft202012Validator(schema).is_valid(experiment)
     small.write_text(json.dumps(experiment))
     assert vajra("check", small).code == 2
+
+
+def test_a_command_that_loads_tensor_libraries_prints_nothing_of_them_at_its_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from vajra_py.cli.main import main; main()", "model", "tiny", "tiny"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("model: tiny\n", "", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,9 +25,17 @@ def put_off_collections() -> None:
 
 
 def skip_collection_at_exit() -> None:
-    """Skip the full collection at the end of the process, which takes a fifth of the time of a short command."""
-    atexit.unregister(gc.freeze)
-    atexit.register(gc.freeze)
+    """Skip the full collection at the end of the process, which takes a fifth of the time of a short command.
+
+    The collection is not skipped if triton was imported: its bindings (nanobind) would print each uncollected object.
+    """
+    atexit.unregister(_freeze_at_exit)
+    atexit.register(_freeze_at_exit)
+
+
+def _freeze_at_exit() -> None:
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 @contextmanager
