@@ -107,17 +107,21 @@ def test_a_real_model_gives_the_same_tokens(tiny_model: Path, monkeypatch: pytes
     rng = np.random.default_rng(0)
     prompts = [(rng.integers(5, 60, size=6).tolist() * 5)[: int(rng.integers(10, 30))] for _ in range(6)]
 
-    def outputs(draft: dict[str, Any]) -> list[tuple[Sequence[int], str]]:
+    def outputs(draft: dict[str, Any]) -> tuple[list[tuple[Sequence[int], str]], list[float]]:
         memory = {"num_blocks": 40, "block_size": 8, "reservation": "incremental"}
         sizes = {"replica": {"max_batch_size": 6, "max_model_len": 160, "memory": memory, "draft": draft}}
         with LLM(tiny_model, sizes) as llm:
             asked = [(prompt, params) for params in PARAMETERS for prompt in prompts]
             found = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])
-        return [(one.token_ids, one.text) for one in found]
+        return [(one.token_ids, one.text) for one in found], [
+            each.logprob for one in found for each in one.logprobs or ()
+        ]
 
-    plain = outputs({})
+    plain, logprobs = outputs({})
     assert not any(proposed for proposed, _ in counted)
-    assert outputs({"num_tokens": 4}) == plain
+    drafted, drafted_logprobs = outputs({"num_tokens": 4})
+    assert drafted == plain
+    assert drafted_logprobs == pytest.approx(logprobs, abs=1e-4)
     assert sum(accepted for _, accepted in counted) > 10
     assert sum(proposed - accepted for proposed, accepted in counted) > 10
 

@@ -345,10 +345,10 @@ class Engine:
         if self._is_closed:
             return
         self._is_closed = True
+        if self.restarter is not None:
+            self.restarter.close()  # before the watch: a load in progress may wait for a step that hangs
         if self.watch is not None:
             self.watch.close()
-        if self.restarter is not None:
-            self.restarter.close()
         close_all(dict.fromkeys([*(one.worker for one in self.replicas.values()), *self._restarted.values()]))
 
 

@@ -159,7 +159,7 @@ class RecoveryConfig(Section):
     step_timeout_s: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = Field(
         None,
         description=(
-            "Maximum time of a step; a worker that takes longer is killed and counts as lost. null: on a server ten times the longest step so far, more for a step of more tokens, and at least 10 seconds (60 on a GPU; 600 for the first eight steps of a worker, 60 once it has been started again); in a run, no limit."
+            "Maximum time of a step; the replica of a worker that takes longer counts as lost, and the worker's process is killed. null: on a server ten times the longest step so far, more for a step of more tokens, and at least 10 seconds (60 on a GPU; 600 for the first eight steps of a worker, 60 once it has been started again); in a run, no limit."
         ),
     )
 

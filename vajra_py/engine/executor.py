@@ -63,7 +63,7 @@ class _Step:
         sampled: by slot, the request and output buffer of a row that is sampled.
         scored: by slot, the output buffer of a request with prompt tokens to score, and the number of its prompt tokens
             that are scored by the end of this step, including those of earlier steps.
-        drafts: by slot, the drafts to verify.
+        drafts: by slot, the drafts to verify; only slots that have any.
     """
 
     entries: dict[int, Request] = field(default_factory=dict)
@@ -288,8 +288,7 @@ class EngineExecutor:
             request, _ = step.sampled[slot]
             given = self._given(request, step.drafts[slot], sampled)
             tokens += [(request, token) for token in given]
-            if step.drafts[slot]:
-                accepted[request] = len(given) - 1
+            accepted[request] = len(given) - 1
             if self._submissions[request].output.stopped_by is not None:
                 stopped.append(request)
         detokenize(searched.values())
@@ -385,7 +384,8 @@ class EngineExecutor:
         changes.chunks.append(Chunk(row.slot, tokens, start, True, num_drafts=len(proposed), num_outputs=count))
         step.entries[row.slot] = request
         step.sampled[row.slot] = request, self._submissions[request].output
-        step.drafts[row.slot] = proposed
+        if proposed:
+            step.drafts[row.slot] = proposed
 
     def _followers(self, request: Request, slot: int, start: int, end: int, step: _Step) -> Sequence[int]:
         """Return the prompt tokens to score with the logits of positions `start` to `end` - 1; empty if none."""

@@ -2,7 +2,7 @@
 
 One thread checks all replicas a few times a second. A worker whose step exceeds its limit is treated like one that
 died: the loop gets the same message, and the worker is discarded, which kills its processes. Its later answers are
-dropped.
+dropped. While a step waits until another model is loaded in this process, its time does not count.
 
 The limits depend on the wall clock, so a replay does not recompute them: a timeout is recorded like any other failure.
 """
@@ -21,6 +21,7 @@ from vajra_py.engine.worker import (
     AdapterLoaded,
     Deliver,
     Finished,
+    InlineWorker,
     KvExported,
     KvImported,
     KvMoved,
@@ -100,7 +101,8 @@ class _Lane:
     began_at: float = 0.0
     """Start of the oldest step or copy in flight, on the monotonic clock."""
     age_s: float = 0.0
-    """Seconds since `began_at` in which this process ran; time in which it was suspended does not count."""
+    """Seconds since `began_at` without those in which this process was suspended, or the worker waited for the load of
+    another model."""
 
     def add(self, num_tokens: int) -> None:
         """Record a step or copy that is about to be submitted to the worker."""
@@ -223,6 +225,8 @@ class StepWatch:
                 threading.Thread(target=_discard, args=(timer.worker,), name="vajra-discard", daemon=True).start()
 
     def _is_late(self, timer: _Timer, passed_s: float) -> bool:
+        if isinstance(timer.worker, InlineWorker) and timer.worker.waits_for_load:
+            return False
         is_late = False
         for lane in (timer.steps, timer.down, timer.up):
             if timer.is_over or not lane.num_tokens:

@@ -2,7 +2,8 @@
 
 Pauses back off exponentially: they double with every restart, up to `LONGEST_PAUSE_S`, and are reset once the replica
 was up for `settled_s`. A replica is restarted any number of times, as long as it computes a step after each start. Only
-consecutive failed starts are counted, and after too many of them the replica is given up. The outcome of a restart
+consecutive failed starts are counted, and after too many of them the replica is given up. A start fails, too, while a
+thread of the last worker does not end: its memory is still in use, and its device may hang. The outcome of a restart
 reaches the loop as a message, so that only the loop's own thread changes its state.
 """
 
@@ -165,6 +166,7 @@ class Supervisor:
                 *(replica[1], replica[0], record.num_failed - 1, limits.max_restarts),
             )
             try:
+                worker.discard()  # again, since it raises as long as a thread of the worker does not end
                 made = self._load(replica)
             except Exception as error:  # any error; the next attempt may succeed
                 why = described(error)

@@ -8,6 +8,8 @@ Invariants:
       later work.
     - After a `Finished` with an error the worker is not used again. If a process dies, a `Finished` with an error may
       arrive at any time.
+    - A worker in this process whose step or copy does not end is left behind: its thread cannot be killed, and its
+      memory stays in use.
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ from vajra_py.engine.compute import (
     StepOutput,
     load_runner,
 )
+from vajra_py.engine.compute.model.exclusion import LOADING
 from vajra_py.engine.kv_copier import KvCopier
 from vajra_py.engine.kv_copy import KvContent, KvExport, KvImport, KvMove, exported
 from vajra_py.errors import ExecutorError, VajraError
 
 _log = logging.getLogger(__name__)
-_DISCARD_S = 5.0
+_END_S = 5.0
+"""Seconds for a step or copy of a worker in this process to end when the worker is closed or discarded."""
 
 ReplicaKey: TypeAlias = tuple[str, int]
 """Key of a replica: (replicaset, replica id)."""
@@ -141,7 +145,10 @@ class Worker(Protocol):
         """Release memory and processes; may be called twice."""
 
     def discard(self) -> None:
-        """Close a worker that is lost or no longer needed, without waiting for its work. Thread-safe."""
+        """Close a worker that is lost or no longer needed, without waiting for its work. Thread-safe.
+
+        May be called again. Raises `ExecutorError` as long as a thread of the worker does not end.
+        """
 
 
 def close_all(workers: Iterable[Worker]) -> None:
@@ -205,6 +212,13 @@ class InlineWorker:
         self._runner = runner
         self._deliver: Deliver | None = None
         self._copier = KvCopier(runner, self._moved)
+        self._thread_id = 0
+        """Identifier of the thread that computes; 0 before the first step."""
+
+    @property
+    def waits_for_load(self) -> bool:
+        """True if the step in flight waits until another model is loaded in this process."""
+        return LOADING.is_waiting(self._thread_id)
 
     @property
     def facts(self) -> ModelFacts:
@@ -229,6 +243,7 @@ class InlineWorker:
         self._deliver(Finished(self._replica, *self._run(step)))
 
     def _run(self, step: StepInput | LookaheadStep) -> tuple[StepOutput | None, str | None]:
+        self._thread_id = threading.get_ident()
         try:
             self._copier.wait_before(step)
             return _run_step(self._runner, step), None
@@ -269,13 +284,19 @@ class InlineWorker:
         self._deliver(AdapterLoaded(self._replica, load.number))
 
     def close(self) -> None:
-        """See `Worker`; copies that have not started are dropped."""
-        self._copier.close()
-        self._runner.close()
+        """See `Worker`; copies that have not started are dropped. A thread that does not end soon is left behind."""
+        try:
+            self._release()
+        except ExecutorError as error:
+            _log.warning("a worker of replica %s of %s is left behind: %s", self._replica[1], self._replica[0], error)
 
     def discard(self) -> None:
-        """See `Worker`; the step in flight continues to its end. Raises `ExecutorError` if a copy does not end soon."""
-        self._copier.close(_DISCARD_S)
+        """See `Worker`; the step in flight continues to its end."""
+        self._release()
+
+    def _release(self) -> None:
+        """End the threads and free the memory. Raises `ExecutorError` if a thread does not end soon."""
+        self._copier.close(_END_S)
         self._runner.close()
 
 
@@ -313,21 +334,14 @@ class ThreadWorker(InlineWorker):
             else:
                 super().submit(work)
 
-    def close(self) -> None:
-        """See `Worker`."""
+    def _release(self) -> None:
         if self._thread.is_alive():
             self._steps.put(None)
-            self._thread.join()
-        super().close()
-
-    def discard(self) -> None:
-        """See `Worker`; a thread cannot be killed. Raises `ExecutorError` if its step does not end soon."""
-        if self._thread.is_alive():
-            self._steps.put(None)
-            self._thread.join(_DISCARD_S)
+            self._thread.join(_END_S)
             if self._thread.is_alive():
+                LOADING.forget(self._thread_id)
                 raise ExecutorError("its thread does not return from a step; its memory is not freed")
-        super().discard()
+        super()._release()
 
 
 def load_in_process(

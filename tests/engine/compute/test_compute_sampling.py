@@ -169,6 +169,14 @@ def test_ending_tokens_wait_for_min_tokens() -> None:
     assert [int(ignoring.sample(logits, np.array([0]))[0]) for _ in range(3)] == [1, 1, 1]
 
 
+def test_an_ending_token_beyond_the_vocabulary_keeps_nothing_from_being_sampled() -> None:
+    sampler = Sampler(1, VOCAB, (1, VOCAB, 128001), torch.device("cpu"))
+    sampler.add(NewRow(0, SamplingParams(temperature=0.0, min_tokens=1), 0))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 1], logits[0, 20] = 9.0, 7.0
+    assert [int(sampler.sample(logits, np.array([0]))[0]) for _ in range(2)] == [20, 1]
+
+
 def test_logprobs_are_the_models_own() -> None:
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(8))
     params = SamplingParams(temperature=3.0, top_k=4, repetition_penalty=2.0, logprobs=3)

@@ -21,6 +21,8 @@ from vajra_py.errors import ConfigError, Problem
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Modules of a decoder layer that adapters may change."""
+_LARGEST = 1 << 20
+"""Largest value of `r`, and of `lora_alpha` in either direction; larger integers may not fit into a float."""
 _EXPECTED = f"An adapter is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, as `peft` writes it"
 _NEUTRAL = frozenset(
     {
@@ -97,10 +99,10 @@ def _unsupported(where: str, config: Mapping[str, Any]) -> list[Problem]:
     if config.get("peft_type") != "LORA":
         refuse("peft_type", f"not LoRA ({config.get('peft_type')!r})", "Allowed: LORA")
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        refuse("r", f"not a rank ({rank!r})", "Allowed: a whole number above 0")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        refuse("lora_alpha", f"not a number ({alpha!r})", "Allowed: a number")
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= _LARGEST:
+        refuse("r", f"not a rank ({rank!r})", f"Allowed: a whole number, 1 to {_LARGEST}")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not -_LARGEST <= alpha <= _LARGEST:
+        refuse("lora_alpha", f"not an allowed number ({alpha!r})", f"Allowed: a number, -{_LARGEST} to {_LARGEST}")
     targets = config.get("target_modules")
     if isinstance(targets, list):
         for name in targets:

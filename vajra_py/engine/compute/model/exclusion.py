@@ -2,6 +2,9 @@
 
 While transformers builds a model, it sets torch's default dtype for the whole process and seeds torch's generator. A
 step of another model in another thread could create tensors of the wrong dtype meanwhile.
+
+A step that hangs must not keep models from being loaded. So once its worker is given up, its share is dropped
+(`forget`): its result is ignored, and need not be protected.
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ class Exclusion:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._num_sharing = 0
+        self._sharing: list[int] = []
+        """Identifier of the thread of each share."""
+        self._waiting: set[int] = set()
+        """Identifiers of the threads that wait for a share."""
         self._num_exclusive = 0
         """Number of threads that hold the lock exclusively or wait to do so."""
         self._owner: int | None = None
@@ -26,22 +32,37 @@ class Exclusion:
         """Hold the lock shared with other threads."""
         me = threading.get_ident()
         with self._changed:
-            if self._owner != me:
-                self._changed.wait_for(lambda: not self._num_exclusive)
-            self._num_sharing += 1
+            self._waiting.add(me)
+            try:
+                self._changed.wait_for(lambda: self._owner == me or not self._num_exclusive)
+            finally:
+                self._waiting.discard(me)
+            self._sharing.append(me)
         try:
             yield
         finally:
             with self._changed:
-                self._num_sharing -= 1
+                if me in self._sharing:  # unless `forget` has dropped this share
+                    self._sharing.remove(me)
                 self._changed.notify_all()
+
+    def is_waiting(self, thread_id: int) -> bool:
+        """Return True if this thread waits for a share, since another thread holds the lock or wants it exclusively."""
+        with self._changed:
+            return thread_id in self._waiting
+
+    def forget(self, thread_id: int) -> None:
+        """Drop the shares of a thread that hangs; others no longer wait for it."""
+        with self._changed:
+            self._sharing = [one for one in self._sharing if one != thread_id]
+            self._changed.notify_all()
 
     @contextmanager
     def exclusively(self) -> Iterator[None]:
         """Hold the lock exclusively. Must not be entered within `shared`."""
         with self._changed:
             self._num_exclusive += 1
-            self._changed.wait_for(lambda: self._owner is None and not self._num_sharing)
+            self._changed.wait_for(lambda: self._owner is None and not self._sharing)
             self._owner = threading.get_ident()
         try:
             yield

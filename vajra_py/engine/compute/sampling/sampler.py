@@ -59,7 +59,8 @@ class Sampler:
     ) -> None:
         self._device = device
         self._vocab_size = vocab_size
-        self._eos = eos_token_ids
+        # Some models state an id beyond their vocabulary, which no row can sample.
+        self._eos = {token for token in eos_token_ids if 0 <= token < vocab_size}
         self._rows: list[RowState | None] = [None] * max_requests
         self._histories = Histories(vocab_size, device)
         self._constraints = Constraints(max_requests, vocab_size, device)
@@ -73,7 +74,7 @@ class Sampler:
     def add(self, new: NewRow) -> None:
         """Add a request to a slot. Raises `IndexError` for a token outside the vocabulary."""
         sampling, slot = new.sampling, new.slot
-        ending = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._eos))
+        ending = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._eos)
         ids = np.array(sorted(ending) if sampling.min_tokens else [], np.int64)
         if ids.size and not 0 <= ids[0] <= ids[-1] < self._vocab_size:
             raise IndexError(f"a token that ends it is not among the model's {self._vocab_size}")
