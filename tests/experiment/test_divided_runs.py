@@ -1,4 +1,4 @@
-"""A run in parts has the bytes of the undivided run, or says why it is not divided."""
+"""A run in parts has the results of the undivided run, or says why it is not divided."""
 
 from __future__ import annotations
 

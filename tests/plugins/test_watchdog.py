@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from vajra_py.contract import Layer, PolicyConfig, PolicySpec
+from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicySpec
 from vajra_py.contract.observer import Observer
 from vajra_py.errors import PolicyError, RunError
 from vajra_py.plugins.watchdog import no_endless_calls
@@ -29,6 +31,32 @@ def for_ever() -> None:
             sum(range(100))
         except Exception:
             continue
+
+
+def block_until(released: threading.Event) -> None:
+    """Ignore every interruption."""
+    while not released.is_set():
+        try:
+            for_ever()
+        except BaseException:
+            continue
+
+
+@contextmanager
+def released_when_logged() -> Iterator[threading.Event]:
+    """An event that is set as soon as the watchdog writes to its log."""
+    released = threading.Event()
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            released.set()
+
+    handler = Heard()
+    logging.getLogger("vajra_py.plugins.watchdog").addHandler(handler)
+    try:
+        yield released
+    finally:
+        logging.getLogger("vajra_py.plugins.watchdog").removeHandler(handler)
 
 
 class EndlessKey(ByArrival):
@@ -117,30 +145,44 @@ def test_an_observer_that_does_not_return_ends_the_run() -> None:
 
 
 def test_what_takes_a_call_that_cannot_be_interrupted_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    released = threading.Event()
-
-    class Blocked(ByArrival):
+    class BlockedOnce(ByArrival):
         def on_arrivals(self, requests: Any, now: float) -> None:
-            while not released.is_set():
-                try:
-                    for_ever()
-                except BaseException:
-                    continue
+            block_until(released)
 
-    class Heard(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            released.set()
-
-    handler = Heard()
-    logging.getLogger("vajra_py.plugins.watchdog").addHandler(handler)
-    try:
-        Harness(Blocked(), InTurn(), PlainChunks(), OPTIONS).run(REQUESTS)
-    finally:
-        logging.getLogger("vajra_py.plugins.watchdog").removeHandler(handler)
+    with released_when_logged() as released:
+        Harness(BlockedOnce(), InTurn(), PlainChunks(), OPTIONS).run(REQUESTS)
     (record,) = caplog.records
     assert re.search(
         r"test_watchdog\.py:\d+ in on_arrivals did not return within 0\.2 s; it is blocked", record.getMessage()
     )
+
+
+def test_a_policy_that_another_one_calls_is_named_in_the_log_instead_of_its_caller(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class BlockedKey(ByArrival):
+        key_motion = KeyMotion.ARBITRARY
+        is_read_by_the_scheduler = False
+
+        def key(self, request: Any, now: float) -> float:
+            if self.is_read_by_the_scheduler:
+                block_until(released)
+            return request.arrived_at
+
+    class ReadsUrgency(PlainChunks):
+        def schedule(self, replica: Any, batch: Any, now: float) -> None:
+            prioritizer.is_read_by_the_scheduler = True
+            replica.urgency(next(replica.waiting()))
+            prioritizer.is_read_by_the_scheduler = False
+            super().schedule(replica, batch, now)
+
+    prioritizer = BlockedKey()
+    harness = Harness(prioritizer, InTurn(), ReadsUrgency(), OPTIONS)
+    harness.submit("a", 20, 3)
+    with released_when_logged() as released:
+        harness.step()
+    (record,) = caplog.records
+    assert re.search(r"test_watchdog\.py:\d+ in key did not return within 0\.2 s", record.getMessage())
 
 
 def test_many_short_calls_and_none_at_all_are_nobodys_fault() -> None:

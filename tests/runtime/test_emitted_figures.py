@@ -47,3 +47,13 @@ def test_what_is_no_figure_is_refused(name: str, value: float, now: float) -> No
     with pytest.raises(ValueError, match="emit"):
         figures.of("main", "fcfs")(name, value, now)
     assert len(figures) == 0
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("given", ["r1", ["r1"], 5])
+def test_what_is_no_request_is_refused_and_leaves_no_part_of_a_row(given: Any, is_kept: bool) -> None:
+    figures = emitted.EmittedFigures()
+    figures.is_kept = is_kept
+    with pytest.raises(ValueError, match=r"emit\('level'\): request is .*Allowed: a RequestView or None"):
+        figures.of("main", "fcfs")("level", 1.0, 0.0, given)
+    assert [len(one) for one in (figures.numbers, figures.at, figures.values, figures.indices)] == [0] * 4

@@ -124,6 +124,43 @@ def test_a_refusal_that_is_no_text_is_no_refusal(answer: Any) -> None:
         harness.submit("a", 10, 3)
 
 
+@pytest.mark.parametrize("answer", [None, 0, "12", KeyError("mine")])
+def test_a_wrong_solo_chunk_is_blamed_on_the_scheduler_and_not_on_who_asks_for_prefill_times(answer: Any) -> None:
+    class Chunks(PlainChunks):
+        def solo_chunk_size(self, num_done_tokens: int, num_remaining_tokens: int) -> Any:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    harness = Harness("lrs", InTurn(), Chunks())
+    with pytest.raises(PolicyError, match=r"^policy Chunks.*test_policy_errors\.py:\d+ in solo_chunk_size\)") as caught:
+        harness.submit("a", 10, 3)
+    expected = "KeyError: 'mine'" if isinstance(answer, Exception) else f"got {answer!r}. Allowed: a whole number of at"
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda queued: None, r"pull\(\) returned None\. Allowed: an iterable of request ids"),
+        (lambda queued: "a", r"pull\(\) returned 'a'\. Allowed: an iterable of request ids"),
+        (list, r"pulled Request\('a', .*\); expected the id of a request"),
+        (lambda queued: [7], "pulled 7; expected the id of a request"),
+        (lambda queued: ["a", "a"], "pulled a request twice"),
+        (lambda queued: ["b"], "pulled a request that is not in the shared queue"),
+    ],
+)
+def test_what_a_scheduler_wrongly_pulls_is_named(answer: Any, said: str) -> None:
+    class Pulls(Shared):
+        def pull(self, replica: Any, queued: Any, now: float) -> Any:
+            return answer(queued)
+
+    harness = Harness(ByArrival(), Pulls(), PlainChunks())
+    harness.submit("a", 10, 3)
+    with pytest.raises(PolicyError, match=rf"{said} \(.*test_policy_errors\.py:\d+ in pull\)"):
+        harness.step()
+
+
 def test_the_replica_is_named() -> None:
     harness = Harness(ByArrival(), InTurn(), Scheduling())
     harness.submit("a", 10, 3)
