@@ -26,8 +26,9 @@ class DeadlineConfig(PolicyConfig):
 
 
 class Deadlines:
-    """Relative deadlines D = max(prefill_time(prompt) * deadline_multiplier, min_deadline_s), or, with
-    `use_request_deadlines`, the requests' own targets.
+    """Relative deadlines D = max(prefill_time(prompt) * deadline_multiplier, min_deadline_s).
+
+    With `use_request_deadlines`, D of a request that has a deadline or a TTFT SLO is the earlier of the two instead.
 
     Source: Vajra's scheduling architecture, EDF prioritizer. A published variant, max(prefill_time, min_deadline),
     lacks the multiplier.

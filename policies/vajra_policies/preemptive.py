@@ -34,8 +34,9 @@ class Preemptive(FixedChunk):
     - A running request that lacks blocks preempts the least urgent running request behind it in the queue. A waiting
       request does so only if all running requests behind it together hold enough blocks; otherwise neither it nor any
       waiting request behind it is admitted in this step.
-    - A preempted request is readmitted only once blocks are free. It then keeps its blocks until its prompt is
-      computed; only running requests admitted earlier may take them. This avoids thrashing if keys rise with progress.
+    - A preempted request preempts no others for its readmission: it waits until enough blocks are free. It then keeps
+      its blocks until its known tokens are computed again; only running requests admitted earlier may take them. This
+      avoids thrashing if keys rise with progress.
     - Of `chunk_size` tokens, each decode with a slot gets one; prompts share the rest by urgency.
 
     A pause costs nothing as long as blocks suffice. When blocks run out, paused requests are preempted (in the mode
@@ -132,10 +133,10 @@ class Preemptive(FixedChunk):
         return refusal is None or refusal in _PASSED_OVER
 
     def _preempt_one(self, behind: list[RequestView], needing: RequestView | None, batch: BatchBuilder) -> bool:
-        """Preempt the least urgent request of `behind` that may be preempted to free blocks for `needing`, a running
-        request, or for a waiting request if `needing` is None.
+        """Free blocks by preempting one request of `behind`: the least urgent one that may be preempted.
 
-        Return False if no request could be preempted.
+        `needing`: running request that needs the blocks; None if a waiting request needs them. Return False if no
+        request could be preempted.
         """
         for index in range(len(behind) - 1, -1, -1):
             victim = behind[index]

@@ -73,8 +73,8 @@ class SpaceSharing:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), needs_slack=True, is_work_conserving=True)
-    """`fill` adds nothing but the decodes if no prompt waits or the decodes fill the batch; if nothing runs, a waiting
-    request gets a chunk.
+    """`fill` adds only the decodes if no prompt waits or if the decodes fill the batch, so equal steps repeat. If
+    nothing runs, a waiting request gets a chunk, so the replica does not idle.
     """
 
     def __init__(self, config: SpaceSharingConfig, context: PolicyContext) -> None:

@@ -54,9 +54,10 @@ class Chameleon(FixedChunk):
     A request has p prompt tokens, d predicted output tokens, and an adapter of size a; A and B are weights.
 
     - There are K queues. Their bounds are midway between the centroids of k-means on the WRS of recent requests.
-    - Queue i needs S_i D_i (1 / SLO + lambda_i) tokens, with S_i its largest request, D_i the mean duration, and
-      lambda_i the arrival rate. Of the KV memory, each queue gets what it needs as its quota, the queue of the smallest
-      sizes first; the rest is divided equally.
+    - Queue i needs S_i D_i (1 / SLO + lambda_i) tokens, with S_i the tokens of its largest request, D_i the mean
+      duration of its requests, and lambda_i their arrival rate. Its quota of the KV memory is the tokens that it needs,
+      plus an equal share of the tokens that no queue needs. If memory is short, the queues of the smallest sizes come
+      first.
     - Phase 1: each queue, the smallest sizes first, admits while the sum of p + d of its admitted requests is within
       its quota; a queue with no admitted request admits its first request, whatever the request's size. Phase 2: queues
       in which no request waits lend their unused quotas to the other queues, which borrow in the same order. When a
@@ -70,17 +71,17 @@ class Chameleon(FixedChunk):
     requests seen has doubled. Each rebuild halves the numbers of uses of the adapters.
 
     Left out: the choice of K by the elbow method, prefetching of adapters for waiting requests, memory for the cache
-    beyond the slots, and the rule that a request may overtake one that waits for its adapter only if it ends before the
-    adapter is loaded (here every scheduler skips a request that waits for its adapter). The paper's weights for
-    dividing the memory that no queue needs, and its rule for needs that exceed the memory, were not found.
+    beyond the slots, and a limit on overtaking. In the paper, a request may overtake one that waits for its adapter
+    only if it ends before this adapter is loaded; here, any request may. The paper's weights for dividing the memory
+    that no queue needs, and its rule for needs that exceed the memory, were not found.
 
     Source: Iliakopoulou et al., "Chameleon: Adaptive Caching and Scheduling for Many-Adapter LLM Inference Environments" (MICRO'25,
     arXiv:2411.17741); the weights of the score from secondary sources, which give 0.45 or 0.55 for size.
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """Queues matter only if a request waits and the batch has room. If nothing runs, no quota is in use, so the first
-    waiting request is admitted.
+    """Queues have no effect if no request waits or if the decodes fill the batch, so equal decode steps repeat. If
+    nothing runs, no quota is in use: the first waiting request is admitted, so the replica does not idle.
     """
 
     def __init__(self, config: ChameleonConfig, context: PolicyContext) -> None:

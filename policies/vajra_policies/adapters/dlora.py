@@ -191,11 +191,11 @@ class Dlora(Preemptive):
         return [one for name in self._ahead for one in line if one.adapter == name][: self._max_batch]
 
     def _settle(self, by_arrival: Sequence[RequestView], chosen: Collection[RequestView], price: float) -> None:
-        """Transfer credit for each request of `by_arrival` that is not in `chosen`.
+        """Transfer credit to the adapter of each request that is passed over: in `by_arrival`, but not in `chosen`.
 
-        The request's adapter gets `price` from the adapter of a chosen request that is not in `by_arrival`. If the
-        numbers of these two kinds of requests differ, the adapter gets half of `price`, always from the adapter of the
-        first chosen request.
+        If equally many requests run instead (in `chosen`, but not in `by_arrival`), each of these costs its adapter
+        `price`, and each passed request brings its adapter `price`. Otherwise each passed request brings its adapter
+        half of `price`, paid by the adapter of the first chosen request.
         """
         due, kept = set(by_arrival), set(chosen)
         passed = [one.adapter for one in by_arrival if one not in kept]

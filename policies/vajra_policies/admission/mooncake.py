@@ -55,8 +55,8 @@ class Mooncake:
     The rules `load` and `predicted_load` are the early rejections of Mooncake's arXiv version. `load` predicts TTFT and
     TBT from the present load, without this request. Since an accepted request reaches a decode replica only after its
     prefill, load oscillates under this rule. `predicted_load` predicts the decode replicas' load at the end of this
-    request's prefill: it adds the requests whose prompts are computed by that time, and subtracts those that have
-    decoded for `decode_s`.
+    request's prefill: it adds the requests that will have completed their prefill by then, and subtracts those that
+    will have decoded for `decode_s` by then.
 
     Predictions are recorded among the run's emitted figures.
 
@@ -180,7 +180,7 @@ class Mooncake:
         )
 
     def _num_prefills(self, replica: ReplicaLoadView, replicaset: str) -> int:
-        """Return the number of running requests of a replica of the replicaset whose prompts are not computed yet."""
+        """Return the number of requests of the replicaset that run on the replica and have no output token yet."""
         if not replica.num_pending_tokens:
             return 0
         on = replica.replica_id

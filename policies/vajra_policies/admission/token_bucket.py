@@ -22,7 +22,7 @@ from vajra_py.contract import (
 from vajra_py.contract.latency import LAST_S
 
 _RESOLUTION_S = 1e-9
-"""Waits up to this are rounding errors of the clock and of the refill, seconds."""
+"""Longest computed wait in seconds that counts as no wait: it is a rounding error of the clock or of the refill."""
 
 
 class BucketConfig(PolicyConfig):
@@ -66,10 +66,11 @@ class _Bucket:
 class TokenBucket:
     """Charges each request's cost to the bucket of its tenant or SLO class (`by`), which starts full.
 
-    If the bucket holds less than a request's cost, the request is refused, with the time until the bucket would hold
-    enough, or it is deferred to exactly that time. It is also refused if this time is after the end of the run's clock.
-    The cost of a deferred request is charged at once, so that later requests wait behind it; it is returned if the
-    request leaves before it is accepted. A request that costs more than a full bucket is refused.
+    If the bucket holds less than a request's cost, the request is deferred until the bucket will hold enough, or it is
+    refused (`when_empty`); a refusal states the seconds until the bucket would hold enough. A request is always refused
+    if it costs more than a full bucket, or if the wait would last beyond the end of the run's clock. The cost of a
+    deferred request is charged at once, so that later requests wait behind it. The cost is returned if the request
+    leaves before it is accepted.
 
     Source: token bucket as in BLIS (`token-bucket`: capacity 10000, refill 1000/s, cost in prompt tokens, refusing).
     """

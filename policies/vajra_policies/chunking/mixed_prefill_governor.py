@@ -42,7 +42,7 @@ class MixedPrefillGovernorConfig(FixedChunkConfig):
 
 
 class MixedPrefillGovernor(PromptBudget):
-    """While requests decode, one of every `min_decode_steps` + 1 steps has prompt tokens: `mixed_tokens` in total.
+    """While requests decode, one of every `min_decode_steps` + 1 steps has prompt tokens, at most `mixed_tokens`.
 
     - Prompts in progress share those tokens evenly. A waiting prompt is admitted while fewer than
       `max_partial_prefills` prompts are in progress, or if the step being formed can compute all of it.
@@ -50,8 +50,9 @@ class MixedPrefillGovernor(PromptBudget):
       budget.
     - Decode steps that were formed before a prompt began to wait count towards `min_decode_steps`.
 
-    Left out: the rotation of remainders of the shares among prompts. Only the wait of the most urgent waiting request
-    (under `fcfs`, the oldest one) is compared with `max_wait_s`.
+    Left out: prompts that take turns at the tokens left over when shares are rounded down (here, shares are rounded up,
+    and the last prompt gets fewer). Only the wait of the most urgent waiting request (under `fcfs`, the oldest one) is
+    compared with `max_wait_s`.
 
     Source: local-inference-lab/vllm, pull request 596, "bound mixed prefill work under active decode".
     """

@@ -54,12 +54,12 @@ class _Charged:
 
 
 class Accounts:
-    """Charges tenants for tokens: w_p per prompt token at the first admission, w_q per generated token, divided by f_u.
+    """Charges tenants for tokens: w_p / f_u per prompt token at the first admission, and w_q / f_u per generated token.
 
-    A prompt is charged once, since recomputation after a preemption is free; with `charges_cached` False, its cached
-    prefix is not charged. `charge` is called with (tenant, cost, times), and must add `cost` to the tenant's charges
-    `times` times. Prompts are charged at admission. Generated tokens are charged by `collect` and `collect_all`, at the
-    latest before another prompt of the tenant is charged, or when the request that generated them is preempted, is
+    f_u is the tenant's share. A prompt is charged once, since recomputation after a preemption is free; with
+    `charges_cached` False, its cached prefix is not charged. `charge` is called with (tenant, cost, times), and must
+    add `cost` to the tenant's charges `times` times. Generated tokens are charged by `collect` and `collect_all`, at
+    the latest before another prompt of the tenant is charged, or when the request that generated them is preempted, is
     moved or leaves. The policy forwards its callbacks to this object.
     """
 

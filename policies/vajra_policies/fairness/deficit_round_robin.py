@@ -117,8 +117,10 @@ class DeficitRoundRobin:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Pass the turn on until a tenant has credit. If no tenant would have credit after several rounds, the quanta
-        of these rounds are added at once.
+        """Pass the turn on until a tenant has credit.
+
+        If every waiting tenant has a debt of at least one quantum, some full rounds of turns only repay debts. The
+        quanta of these rounds are added at once.
         """
         circle, credit, quantum = self._circle, self._credit, self._quantum
         if self._current is not None:

@@ -28,6 +28,6 @@ def refill(deficits: dict[HolderT, float], candidates: Collection[HolderT], quan
 def _rounds(deficit: float, quantum: float) -> int:
     """Return the number of quanta that raise a deficit of at most 0 above 0."""
     num_quanta = int(-deficit // quantum) + 1
-    while deficit + num_quanta * quantum <= 0:  # rounding: add at least the distance between neighbouring floats
+    while deficit + num_quanta * quantum <= 0:  # a rounding error: add as many quanta as change the floating-point sum
         num_quanta += 1 + num_quanta // 2**53
     return num_quanta

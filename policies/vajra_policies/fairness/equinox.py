@@ -98,8 +98,8 @@ class Equinox:
             self._counters[request.tenant] = self._counters.get(request.tenant, 0.0) + charge
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Correct charges, and forget each of these tenants that has no live requests and whose counter is at most the
-        level to which tenants are lifted.
+        """Replace the predicted charges of these requests by their real ones. Forget tenants without live requests
+        whose counters are at most the level to which tenants are lifted.
         """
         for request in requests:
             tenant = request.tenant

@@ -50,7 +50,7 @@ class Vtc:
         self._accounts = Accounts(config, self._charge)
         self._counters: dict[str, float] = {}
         self._last_waiting = ""
-        """Tenant of the latest admission, which counts as the tenant that waited last."""
+        """Tenant whose request was admitted last; it counts as the tenant that waited last."""
         self._least_waiting = _LeastCounter(self.group_key, lambda tenant: tenant in self._accounts.num_waiting)
         self._least_live = _LeastCounter(self.group_key, self._accounts.is_live)
         self._left: list[tuple[float, str]] = []

@@ -56,11 +56,11 @@ class _Call:
 
 
 class Plas:
-    """Key = running time of the program's ended calls when the call arrived; with `queue_bounds_s`, a queue's number.
+    """Key of a call = its program's service at the call's arrival: the total running time of the calls that had ended.
 
     Short programs go before long ones, although their lengths are unknown: a program's urgency falls as it is served.
-    With `queue_bounds_s`, the queue is chosen by the sum of that running time and the call's own running time. A
-    request without a program is its own program.
+    With `queue_bounds_s`, the key is the number of a queue instead, chosen by the sum of that service and the call's
+    own running time. A request without a program is its own program.
 
     Left out: Autellix's router (short calls to the least used replica, long ones to their program's), decisions only
     every few steps, and bulk swaps. The paper states no defaults for queues and ratio.
@@ -148,11 +148,11 @@ class Plas:
 
 
 class Atlas(Plas):
-    """Key = longest chain of running times in the program when the call arrived, or a queue's number as in `Plas`.
+    """Key of a call = its program's service at the call's arrival, counted along the longest chain of ended calls.
 
-    When a call ends, its program's service becomes max(service, service at the call's arrival + the call's running
-    time). Parallel calls thus count once, by the longest, and the graph need not be known: a program's service is that
-    of its critical path, however many calls run in parallel.
+    With `queue_bounds_s`, the key is a queue's number, as in `Plas`. When a call ends, its program's service becomes
+    max(service, service at the call's arrival + the call's running time). Of parallel calls, only the longest thus
+    counts: a program's service is the running time of its critical path. The graph of calls need not be known.
 
     Left out: as in `Plas`.
 

@@ -17,8 +17,8 @@ class Continuum:
 
     After a call that is not the program's last, the program's content is pinned for `ttl_s`, unless the mean time of
     the tool that runs next exceeds `max_mean_gap_s`. A call that arrives before the pin ends goes before all others and
-    hits the pinned content. Other calls are served in order of their programs' arrival, so that tools do not set a
-    program back.
+    hits the pinned content. Other calls are served in order of their programs' arrival, so that a program keeps its
+    position in the order while its tools run.
 
     The retention policy `continuum_pins` does the pinning, by the same rule. Left out: prolonging a pin that expires
     while its program's next call waits; and the paper's time to live, which maximises the expected gain over the

@@ -59,8 +59,8 @@ class FluidShares:
 class Justitia:
     """Key = F_j, the finish tag of the request's agent j under even sharing: V(arrival of j) + C_j.
 
-    - C_j is the agent's cost in KV memory over time, the sum over its calls of p * d + d^2 / 2: a call with p prompt tokens holds
-      p + i tokens in its i-th decode step.
+    - C_j is the agent's cost in KV memory over time: the sum over its calls of p * d + d^2 / 2. A call with p prompt
+      tokens and d output tokens holds p + i tokens in its i-th decode step.
     - V is the virtual time. It grows by M / N(t) in each step of a replica, with M the tokens that the replica's KV
       memory can hold, and N(t) the number of agents that would not have finished yet under even sharing.
 

@@ -41,7 +41,8 @@ class LeastAttainedServiceConfig(PolicyConfig):
 class LeastAttainedService:
     """Key of a program = -score, with score = w_s * (1 - norm(service)) + w_h * norm(wait of its first request).
 
-    - A request that ends adds its weighted tokens, cached ones included, to its program's service, which halves every `half_life_s`.
+    - A request that ends adds its weighted tokens, cached ones included, to its program's service. The service halves
+      every `half_life_s`.
     - norm maps the values of programs with waiting requests to 0 .. 1, from the least to the greatest; it is 0 for all
       if they are equal.
     - Requests of one program are served in order of arrival. A request without a program belongs to its tenant.

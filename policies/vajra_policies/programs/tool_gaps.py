@@ -62,8 +62,8 @@ class ToolGaps:
         self._last.pop(program, None)
 
     def ttl_s(self, request: RequestView) -> float:
-        """Return the seconds for which the content of an ending call is kept: 0 without a program, for a last call, for
-        a call that never ran, and for a tool whose mean time exceeds `max_mean_gap_s`.
+        """Return the seconds for which the content of an ending call is kept: the configured `ttl_s`, or 0 if no tool
+        of a program follows, if the call never ran, or if the tool's mean time exceeds `max_mean_gap_s`.
         """
         if request.program is None or request.is_last_call or not request.admitted_index:
             return 0.0

@@ -85,8 +85,8 @@ class AdaptiveReplacement:
             one.clear()
 
     def learn(self, hashes: Sequence[Hashable]) -> None:
-        """Adapt the target for each of these hashes whose content was evicted earlier, in reverse order. `hashes`:
-        those of a chain of blocks, from the first to the last.
+        """Adapt the target for each of these hashes whose content was evicted earlier. `hashes` are those of a chain of
+        blocks, from the first to the last; the last is handled first.
         """
         once, again = self.gone
         for one in reversed(hashes):

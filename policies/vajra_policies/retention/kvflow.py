@@ -34,16 +34,16 @@ class KvflowConfig(PolicyConfig):
 class Kvflow:
     """Key = (-rank, last use): content with the highest rank is evicted first.
 
-    The rank is the minimum of min(`hold_steps` + 1, STE) over the block's agents, or `hold_steps` + 2 if it has none.
+    A block's rank is min(`hold_steps` + 1, least STE of its agents), or `hold_steps` + 2 if the block has no agents.
 
     An agent is a stage of a program that has not ended. Its steps to execution (STE) are the number of calls until its
     turn: 0 while one of its calls waits or runs, else 1 + the smallest STE of the stages before it in the step graph.
     The prefix of the agent that runs next therefore stays, whereas `lru` would evict this prefix first, since it was
     used longest ago.
 
-    Left out: prefetching of the next agents' prefixes, which policies cannot request from a memory tier, and joins,
-    whose stage waits for several calls (the paper takes their largest STE, this policy the smallest). The default of
-    `hold_steps` is a round figure chosen here.
+    Left out: prefetching of the next agents' prefixes, which policies cannot request from a memory tier; and joins. For
+    a stage that waits for the calls of several stages before it, the paper takes the largest STE of these stages, and
+    this policy the smallest. The default of `hold_steps` is a round figure chosen here.
 
     Source: Pan et al., "KVFlow: Efficient Prefix Caching for Accelerating LLM-Based Multi-Agent Workflows", NeurIPS'25 (arXiv:2507.07400);
     code PanZaifeng/KVFlow.

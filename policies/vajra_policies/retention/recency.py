@@ -28,7 +28,7 @@ class MruConfig(PolicyConfig):
 class MostRecentlyUsed:
     """Key = minus the last use: the content used last is evicted first.
 
-    Optimal for cyclic use of more content than fits.
+    Optimal if content is used cyclically, and is more than the cache can hold.
     """
 
     key_motion = KeyMotion.PROGRESS

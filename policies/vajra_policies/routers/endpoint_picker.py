@@ -111,8 +111,8 @@ class DisaggregatedEndpointPicker(EndpointPicker):
         return chosen.get(PREFILL, chosen.get(DECODE))
 
     def may_take(self, pool: str, role: str) -> bool:
-        """See `LeavesOutPools`. If the decode replica is chosen first and there is no decider, the prefill profile is
-        never applied.
+        """See `LeavesOutPools`. The result is True if any profile that is applied may choose replicas of the pool. The
+        prefill profile is not applied if the decode replica is chosen first and there is no decider.
         """
         is_prefill_asked = self._prefill is not None and (self._order != "decode-first" or self._decider is not None)
         asked = (self._decode, self._prefill if is_prefill_asked else None)

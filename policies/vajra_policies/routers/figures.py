@@ -83,7 +83,7 @@ def waiting(replicas: Sequence[ReplicaLoadView]) -> Floats:
 
 
 def context_tokens(replicas: Sequence[ReplicaLoadView]) -> Floats:
-    """Return for each replica the number of tokens of running requests whose KV it holds."""
+    """Return for each replica the number of tokens whose KV it holds for running requests."""
     return _floats(replicas, "num_context_tokens")
 
 

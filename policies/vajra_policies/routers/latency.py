@@ -44,8 +44,8 @@ class LatencyPredictions:
       time of the uncached rest of this prompt.
     - TPOT: duration of a step with all running requests of the replica and this request as decodes.
 
-    As in llm-d, a missing TTFT SLO counts as 0, so that no replica meets it and the least TTFT is best, also for a
-    request with a TPOT SLO. A missing TPOT SLO counts as met, as outside llm-d's streaming mode.
+    As in llm-d, a missing TTFT SLO counts as 0. No replica meets it then, and the least predicted TTFT is the best,
+    even if the request has a TPOT SLO. A missing TPOT SLO counts as met, as in llm-d without its streaming mode.
     """
 
     def __init__(self, config: LatencyProducerConfig, context: PolicyContext, matches: PrefixMatches) -> None:

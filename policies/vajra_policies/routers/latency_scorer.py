@@ -50,8 +50,8 @@ class LatencyScorer:
     Only replicas of the best non-empty bucket get a score above 0. Buckets, best first: replicas that meet both SLOs or
     have no prediction; idle replicas; replicas that miss only the TPOT SLO, only the TTFT SLO, or both. Within a
     bucket, the absolute headrooms for TTFT and for TPOT are each scaled to 0 .. 1, and their weighted sum decides: the
-    least sum scores highest, or, with `headroom_selection_strategy` "most" in the best bucket, the greatest. Scores are
-    multiples of 0.01 from 0.01 to 1.01.
+    least sum scores highest. In the first of these buckets, the greatest sum scores highest instead if
+    `headroom_selection_strategy` is "most". Scores are multiples of 0.01 from 0.01 to 1.01.
     """
 
     def __init__(self, config: LatencyScorerConfig, predictions: PredictsLatencies, matches: PrefixMatches) -> None:

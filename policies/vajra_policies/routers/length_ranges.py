@@ -22,8 +22,9 @@ def partition(lengths: Sequence[int], num_replicas: int, own_tokens: float) -> l
     """Return ranges of lengths, each with its number of replicas, such that the total cost is least.
 
     The ranges are found by dynamic programming. The cost of a range with n requests on m replicas is n · (n / m) ·
-    (own_tokens + L), with L the longest length in the range: each of the n requests takes part in steps of n / m
-    requests, and each request of a step costs as much as the longest one. Ties go to the fewest ranges.
+    (own_tokens + L), with L the longest length in the range and `own_tokens` the cost of a request besides its length.
+    Each of the n requests takes part in steps of n / m requests, and each request of a step costs as much as the
+    longest one. Ties go to the fewest ranges.
     """
     ordered = sorted(lengths)
     num_pieces = min(len(ordered), _MAX_PIECES)

@@ -27,7 +27,7 @@ from vajra_py.contract import (
 )
 
 Counted: TypeAlias = Literal["all", "first"]
-"""The waiting requests of a replica for which blocks are counted: all, or only the first in the replica's queue."""
+"""Waiting requests that count towards a replica's demand for blocks: all, or only the first in the replica's queue."""
 
 
 class LlumnixConfig(PolicyConfig):

@@ -85,7 +85,7 @@ class ApproximatePrefixMatches:
         self._asked = None
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:
-        """Drop the cached counts, which belong to a request that may have ended. The index holds no requests."""
+        """Drop the counts kept for the latest request, since this request may have ended. The index is not changed."""
         self._asked = None
 
     def _blocks(self, request: RequestView) -> Sequence[Hashable]:

@@ -54,7 +54,7 @@ class MixedPool(BindsOnArrival):
         self._block_size = context.limits.block_size
         self._scheduled = ScheduledTokens()
         self._home: dict[ReplicaId, dict[ReplicaId, None]] = {}
-        """Home pool of each known replica."""
+        """Home pool of each known replica: `_prompts`, `_tokens` or `_mixed`."""
         self._prompts: dict[ReplicaId, None] = {}
         self._tokens: dict[ReplicaId, None] = {}
         self._mixed: dict[ReplicaId, None] = {}

@@ -26,11 +26,11 @@ _UNPLACED = -1
 
 
 class ThunderAgent:
-    """Binds a program to the replica with the fewest tokens at its first call, and keeps it there.
+    """When a program sends its first call, binds the program to the replica with the fewest tokens, and keeps it there.
 
     The tokens of a program are those of its context, also while a tool runs. If the tokens of a replica's programs
     exceed `pause_threshold` of its memory, programs whose tools are running are paused, the smallest first; if that is
-    not enough, the other programs are paused when their turns end. The next call of a paused program waits in the
+    not enough, the other programs are paused when their live calls end. The next call of a paused program waits in the
     shared queue until the program is resumed. For a program with several concurrent calls, all their contexts count.
     Requests without a program go to the replica with the fewest tokens. A call may be put ahead of other calls, or
     behind them, by a number of seconds, which is emitted as `priority_jump_s`. A replica takes calls from the shared

@@ -98,7 +98,9 @@ class ProgramTable:
         return found
 
     def counted(self, one: AgentProgram) -> int:
-        """Return the number of tokens counted for a program at its replica; fewer while its tool runs."""
+        """Return the number of tokens counted for a program at its replica: those of its context, fewer of them while
+        its tool runs, plus `buffer_tokens`.
+        """
         weight = 1.0 if one.is_reasoning else self.rules.acting_token_weight
         return int(one.tokens * weight) + self.rules.buffer_tokens
 

@@ -80,9 +80,9 @@ class PairBudget:
     def fit(self, current: Counts, wanted: Counts) -> Counts:
         """Return the counts within the budget that are nearest to `wanted`, each between its current and wanted count.
 
-        Of equally near counts, those with the most even progress of both pools are chosen, then those with the most
-        progress. If one pool is to grow and the other to shrink, both change or neither does. Returns `current` if no
-        counts are within the budget.
+        Of equally near counts, those are chosen that bring both pools most nearly the same fraction of the way from
+        `current` to `wanted`; then those with the largest changes. If one pool is to grow and the other to shrink, both
+        change or neither does. Returns `current` if no counts are within the budget.
         """
         if wanted[0] >= self.least[0] and wanted[1] >= self.least[1] and self.admits(wanted):
             return wanted

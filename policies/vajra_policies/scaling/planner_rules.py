@@ -53,12 +53,12 @@ DECODE_THRESHOLDS = {
 
 @dataclass(frozen=True, slots=True)
 class LatencySlos:
-    """SLOs of the engines in seconds, and the fraction of an SLO that may be used up after scaling down."""
+    """Latency SLOs of the engines in seconds, and parameters for the comparison with predicted latencies."""
 
     ttft_s: float
     itl_s: float
     sensitivity: float
-    """Fraction of an SLO that engines may use up after scaling down."""
+    """To scale down, the latency predicted for the remaining engines must be below this fraction of the SLO."""
     accept_length: float = 1.0
     """Tokens per request and decode step: above 1 with speculative decoding."""
 

@@ -1,6 +1,6 @@
 """Rules of Dynamo's planner for one pool: the number of replicas by the load of its engines, in steps of one.
 
-With thresholds, scale up if the load of one engine is above the upper threshold. Scale down if the loads of all engines
+With thresholds, scale up if the load of any engine is above the upper threshold. Scale down if the loads of all engines
 are below the lower threshold, and would stay below the upper threshold when the remaining engines share the load. With
 latency SLOs, scale up if every engine is predicted to miss the same SLO; scale down if the remaining engines are
 predicted to stay within a fraction of the SLOs.

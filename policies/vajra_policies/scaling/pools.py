@@ -32,7 +32,7 @@ def shared_requests(pool: PoolView) -> int:
 
 
 def shared_tokens(pool: PoolView) -> int:
-    """Return the number of pending tokens of `shared_requests`. The result may be too small, since the pending tokens
-    of running requests are subtracted too.
+    """Return the number of tokens left to compute of `shared_requests`: those of all queued requests of the pool, less
+    the pending tokens of its replicas. The result may be too small, since running requests have pending tokens too.
     """
     return max(0, pool.num_queued_tokens - sum(one.num_pending_tokens for one in pool.replicas))

@@ -1,5 +1,5 @@
 """AdaServe: each request gets as many drafts as its TPOT SLO needs; the rest of the budget goes to the drafts that are
-accepted most probably.
+most likely to be accepted.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def shares(wishes: Sequence[Wish], num_drafts: int, most_each: int, most_needed:
 
 
 class _Drafted:
-    """Time at which a request was first seen to decode and its number of output tokens then, and its numbers of
-    verified and of accepted drafts.
+    """Record of a decoding request: the time when it was first seen to decode, its number of output tokens at that
+    time, and its numbers of verified and of accepted drafts since that time.
     """
 
     __slots__ = ("begun_at", "num_accepted", "num_before", "num_tried", "seen")

@@ -41,7 +41,10 @@ class AndesConfig(PolicyConfig):
 
 
 class Andes:
-    """Key = (1, -gain / context): gain = QoE after `horizon_s` if served - QoE if not, context = tokens that the request holds or needs.
+    """Key = (1, -gain / context): the request with the largest gain per token of context comes first.
+
+    The gain of a request is its QoE after `horizon_s` if it is served, minus its QoE after `horizon_s` if it is not.
+    The context is the number of tokens that the request holds or needs in KV memory.
 
     QoE is the integral over time of the tokens read, divided by that of the tokens expected (`Reading`). The first
     token is expected at the TTFT SLO, and then 1 / TPOT SLO tokens per second (without this SLO, `reading_speed`). A

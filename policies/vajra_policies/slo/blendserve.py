@@ -1,4 +1,6 @@
-"""BlendServe: offline requests from both ends of an order by density, so that compute and memory reads overlap."""
+"""BlendServe: offline requests are ordered by the ratio of compute time to memory time, and admitted from both ends of
+this order, so that computing and reading memory overlap.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,9 @@ class Blendserve(FixedChunk):
     - T_comp is the time to compute p prompt tokens and d output tokens, without prompt tokens that other requests
       share. T_mem is the time to read p * d + d^2 / 2 tokens of context in the request's decodes. Requests with the
       same first block stay together, at their common density, so that prefixes are shared as in depth-first order.
-    - The compute-bound end, of density rho_L, gets the memory M_L = M * (rho_root - rho_R) / (rho_L - rho_R). The other
-      end, of density rho_R, gets the rest. Requests from both ends together then have rho_root, the density of all
-      waiting requests, until no request waits.
+    - The compute-bound end, of density rho_L, gets the part M_L = M * (rho_root - rho_R) / (rho_L - rho_R) of the KV
+      memory M. The other end, of density rho_R, gets the rest. The requests admitted from both ends together then have
+      about the density rho_root of all waiting requests.
 
     Left out: prefix trees deeper than one level and splitting of outliers, lengths from samples of 1 % (the backend's
     `output_length` takes their place), and chunks for each end. There is a gain only if a step takes max(compute time,
@@ -93,8 +95,8 @@ class Blendserve(FixedChunk):
             self._is_left.pop(request, None)
 
     def by_density(self, waiting: Iterable[RequestView]) -> tuple[list[tuple[float, RequestView]], float]:
-        """Return two values: a list of (rho, request) of the waiting requests, the densest first; and the rho of all of
-        them together, 0 if none waits.
+        """Return a tuple (pairs, rho_root): the pairs (rho, request) of the waiting requests, the densest first, and
+        the density of all these requests together, which is 0 if none waits.
         """
         families: dict[Hashable, list[RequestView]] = defaultdict(list)
         for request in waiting:

@@ -60,14 +60,15 @@ class Group:
 
 
 class Qlm:
-    """Key = (deadline or number of the request's group; arrival): groups by arrival, and by deadline once one is predicted to be late.
+    """Key = (number or deadline of the request's group; arrival).
 
     - A group has up to `group_requests` requests whose TTFT SLOs (or, without one, deadlines) are equal when rounded
-      down. Its deadline is that of its first request.
+      down to a multiple of `granularity_s`. Its deadline is that of its first request. Groups are numbered in order of
+      arrival.
     - Waiting time of a group = requests ahead * mean output / throughput in output tokens per second, both averaged
       over recent requests.
-    - When a request arrives, the estimate is accumulated over the groups in order of arrival: if it exceeds the time
-      left for any group, the order is earliest deadline first until the queue is empty.
+    - Groups are normally ordered by number. When a request arrives, the waiting time of each group is predicted in this
+      order. If it exceeds the time left for any group, groups are ordered by deadline until no request waits.
 
     Left out: the mixed integer program for several workers and models, model swapping, and groups formed by clustering.
     Size and granularity of groups are round figures.

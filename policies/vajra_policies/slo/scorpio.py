@@ -55,8 +55,8 @@ class Scorpio(FixedChunk):
     """
 
     traits = SchedulerTraits(is_work_conserving=True)
-    """`repeats_decodes` is empty, since steps differ with the credits. The request with the tightest SLO runs in each
-    step, and an idle replica admits any request.
+    """`repeats_decodes` is empty, since steps differ with the credits. The replica does not idle: the decode with the
+    tightest SLO runs in each step, and if nothing runs, any request is admitted.
     """
 
     def __init__(self, config: ScorpioConfig, context: PolicyContext) -> None:
@@ -80,7 +80,7 @@ class Scorpio(FixedChunk):
         if self._rejects and replica.num_waiting:
             self._reject_late(replica, batch, now)
         add_prompts(replica, batch, self._next_chunk)
-        if not batch.num_requests:  # if partial prefills hold all memory and none can grow, `fill` preempts some
+        if not batch.num_requests:  # partial prefills may hold all memory, and none can grow: `fill` preempts some
             fill(replica, batch, self._next_chunk, self._mode)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

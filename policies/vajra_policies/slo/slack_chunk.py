@@ -55,8 +55,8 @@ class SlackChunk:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """`fill` adds only decodes if there are no prompts or no room for them; a waiting request gets a chunk if nothing
-    runs.
+    """`fill` adds only the decodes if no prompt waits or if the decodes fill the batch, so equal steps repeat. If
+    nothing runs, a waiting request gets a chunk, so the replica does not idle.
     """
 
     def __init__(self, config: SlackChunkConfig, context: PolicyContext) -> None:

@@ -26,8 +26,8 @@ from vajra_py.contract import (
 
 
 class SlidingServeConfig(PreemptionConfig):
-    """Parameters of `sliding_serve`. The parts of the paper that were available state no defaults; these are round
-    figures.
+    """Parameters of `sliding_serve`. The parts of the paper that were available state no defaults; the defaults here
+    are round figures.
     """
 
     min_chunk: int = Field(
@@ -59,15 +59,19 @@ class SlidingServeConfig(PreemptionConfig):
 
 
 class SlidingServe:
-    """Gives a step C_1 prompt tokens, where C_1 + C_2 over this step and the next is maximal, found by ternary search.
+    """Gives this step C_1 prompt tokens and plans C_2 for the next: the pair with the largest sum within two limits.
 
-    - T_1(C_1) <= s_1 and T_1(C_1) + T_2(C_1, C_2) <= s_2: the tightest decode gets its next two tokens in time. A
-      greedy chunk would use all of s_1 and leave nothing for the next step. Of equal sums, the larger C_1 is chosen; if
-      nothing fits, `min_chunk` is used.
-    - T is the run's latency model times `safety_factor`, for one chunk of the most urgent prompt added to the decodes.
-    - If the first `candidates` prompts cannot all have their first token in time, the largest feasible subset is chosen
-      by dynamic programming over (requests, least time), a 0/1 knapsack; the others are skipped while a chosen one
-      gets a chunk.
+    - The limits are T_1(C_1) <= s_1 and T_1(C_1) + T_2(C_1, C_2) <= s_2: every decode gets its next two tokens in time.
+      T_1 and T_2 are the predicted times of the two steps. s_1 is the shortest time until the next token of a decode is
+      due, and s_2 until the token after it is due. A greedy chunk would use all of s_1 and leave nothing for the next
+      step.
+    - The pair is found by ternary search. Of equal sums, the larger C_1 is chosen; if no pair meets the limits, C_1 is
+      `min_chunk`.
+    - T_1 and T_2 are predicted by the run's latency model for the decodes and one chunk of the most urgent prompt, and
+      multiplied by `safety_factor`.
+    - If the first `candidates` prompts cannot all have their first token in time, the largest subset that can is chosen
+      by dynamic programming (a 0/1 knapsack: the least time for each number of requests). The other candidates are
+      skipped while a chosen one gets a chunk.
 
     Left out: the order of prompts, which is the prioritizer's (`qoserve`, `edf`); the fitted predictor, linear in seven
     features. Written from summaries, since the text was not available: the requests in the knapsack and their value
@@ -77,7 +81,9 @@ class SlidingServe:
     """
 
     traits = SchedulerTraits(repeats_decodes=frozenset(SteadyState), is_work_conserving=True)
-    """`fill` adds only decodes if there are no prompts or no room for them; skipping prompts never empties a step."""
+    """`fill` adds only the decodes if no prompt waits or if the decodes fill the batch, so equal steps repeat. If
+    skipping prompts would leave a step empty, none is skipped, so the replica does not idle.
+    """
 
     def __init__(self, config: SlidingServeConfig, context: PolicyContext) -> None:
         self._config = config

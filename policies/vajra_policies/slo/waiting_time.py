@@ -6,10 +6,10 @@ from collections import deque
 
 
 class WaitingTimeEstimator:
-    """Estimates waiting time = requests ahead * mean output / throughput in output tokens per second, both over the
-    last `window` requests that ended.
+    """Estimates waiting time = requests ahead * mean output / throughput in output tokens per second.
 
-    Until two requests have ended at different times, the given `output_tokens` and `throughput` are used.
+    Mean output and throughput are those of the last `window` requests that ended. Until two requests have ended at
+    different times, the given `output_tokens` and `throughput` are used.
 
     Source: QLM (arXiv:2407.00047), request waiting time (RWT) estimator.
     """

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 def first_of_two(
     t_1: Callable[[int], float], t_2: Callable[[int, int], float], s_1: float, s_2: float, sizes: Sequence[int]
 ) -> int | None:
-    """Return the first size of the two chunks c_1 and c_2 with the largest sum; None if no c_1 fits.
+    """Return c_1 of the pair of chunk sizes (c_1, c_2) with the largest sum; None if no pair meets the limits.
 
-    The chunks must meet t_1(c_1) <= s_1 and t_1(c_1) + t_2(c_1, c_2) <= s_2. c_1 is one of `sizes`, and c_2 is one of
-    `sizes` or 0. `t_1` and `t_2` must be convex.
+    The limits are t_1(c_1) <= s_1 and t_1(c_1) + t_2(c_1, c_2) <= s_2. c_1 is one of `sizes`, and c_2 is one of `sizes`
+    or 0. `t_1` and `t_2` must be convex.
     """
 
     def most(fits: Callable[[int], bool]) -> int:
-        """Return the number of the ascending sizes that fit."""
+        """Return how many of `sizes` fit, assuming that all sizes below one that fits also fit."""
         return bisect_left(sizes, True, key=lambda size: not fits(size))
 
     def total(c_1: int) -> int:

@@ -42,6 +42,8 @@ class NanoVllmConfig(PolicyConfig):
 class NanoVllm:
     """Prefill from the head of the queue while a prompt fits; only a step that prefills nothing decodes.
 
+    The parameter `prefill` has two values:
+
     - `whole`: a prompt must fit budget and free blocks at its full length, cached or not, but only its uncached part is
       charged.
     - `chunk_first`: only the uncached part must fit budget and free blocks, and shared blocks count once. The first

@@ -32,7 +32,7 @@ class Orca:
     not cut, and one iteration mixes prompts and decodes (selective batching).
 
     Choices where the paper is silent: memory is counted in KV blocks; the last token's KV, which is never computed, is
-    not counted. A token budget of the replica, which ORCA does not have, must fit any whole prompt.
+    not counted. A token budget of the replica, which ORCA does not have, must be at least as large as any prompt.
 
     Source: Yu et al., ORCA, OSDI'22, Algorithm 1 (with one worker: an iteration returns before the next begins).
     """

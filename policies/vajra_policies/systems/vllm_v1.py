@@ -143,7 +143,7 @@ class VllmV1:
         has_prefill = any(request in batch for request in replica.partial_prefills())
         if not batch.num_preempted:
             has_prefill |= self._admit(replica, batch, cap, holds=holds)
-            if not holds:  # a step that preempts, or holds prompts back, does not show whether requests queue up
+            if not holds:  # only a step without preemptions and held-back prompts shows whether requests queue up
                 self._is_backed_up = replica.num_waiting > 0
         if batch.num_requests:
             self._num_steps += 1
@@ -224,7 +224,7 @@ class VllmV1:
             if batch.blocks_needed(request, must_fit, in_steps=must_fit > end) + watermark > batch.free_blocks:
                 break
             if watermark and must_fit > end and batch.blocks_needed(request, end) + watermark > batch.free_blocks:
-                break  # with sliding windows, one chunk can need more blocks at once than the prompt in several steps
+                break  # with sliding windows, this chunk can need more blocks than the whole prompt in several steps
             refusal = batch.add(request, num_tokens, reserve_tokens=end)
             if refusal is Refusal.LOADING or refusal is Refusal.ADAPTER:
                 continue  # a request that waits for its KV or adapter does not block those behind it
