@@ -172,7 +172,8 @@ def test_a_policy_that_another_one_calls_is_named_in_the_log_instead_of_its_call
     class ReadsUrgency(PlainChunks):
         def schedule(self, replica: Any, batch: Any, now: float) -> None:
             prioritizer.is_read_by_the_scheduler = True
-            replica.urgency(next(replica.waiting()))
+            for request in replica.waiting():
+                replica.urgency(request)
             prioritizer.is_read_by_the_scheduler = False
             super().schedule(replica, batch, now)
 
@@ -180,7 +181,7 @@ def test_a_policy_that_another_one_calls_is_named_in_the_log_instead_of_its_call
     harness = Harness(prioritizer, InTurn(), ReadsUrgency(), OPTIONS)
     harness.submit("a", 20, 3)
     with released_when_logged() as released:
-        harness.step()
+        harness.steps_until_idle()
     (record,) = caplog.records
     assert re.search(r"test_watchdog\.py:\d+ in key did not return within 0\.2 s", record.getMessage())
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from vajra_py.contract import BatchBuilder, BatchFeatures, LocalReplicaView, PreemptionMode, Refusal
@@ -432,27 +430,6 @@ def test_reasons_are_kept_for_those_who_watch() -> None:
     plan = bench.replica.next_plan(10**12)
     assert plan is not None
     assert plan.notes == {}
-
-
-def test_a_reason_may_be_a_scalar_of_numpy() -> None:
-    bench = Bench()
-    a = bench.submit("a", 4)
-    scores = {"whole": np.int64(3), "half": np.float32(0.5), "flag": np.bool_(True), "text": "first"}
-    step = bench.step(lambda replica, batch: (batch.note(a, **scores), batch.add(a, 4)))
-    assert step is not None
-    assert json.loads(json.dumps(step.notes)) == {"a": {"whole": 3, "half": 0.5, "flag": True, "text": "first"}}
-
-
-@pytest.mark.parametrize("is_kept", [True, False])
-@pytest.mark.parametrize("score", [None, float("nan"), [1], np.array([1, 2]), SWAP])
-def test_what_is_no_reason_is_refused_even_if_nobody_watches(score: Any, is_kept: bool) -> None:
-    bench = Bench()
-    a = bench.submit("a", 4)
-    bench.replica.builder.keep_notes(on=is_kept)
-    with pytest.raises(
-        PolicyError, match=r"ValueError: note\(score\): got .*Allowed: a finite number, a text, True or"
-    ):
-        bench.step(lambda replica, batch: batch.note(a, score=score))
 
 
 @pytest.mark.parametrize("num_done", [0, 5])

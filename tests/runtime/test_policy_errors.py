@@ -161,6 +161,20 @@ def test_what_a_scheduler_wrongly_pulls_is_named(answer: Any, said: str) -> None
         harness.step()
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("score", [None, float("nan"), [1], np.array([1, 2]), EndReason.STOP])
+def test_a_note_that_is_no_number_or_text_is_refused_even_if_nobody_keeps_it(score: Any, is_kept: bool) -> None:
+    class Notes(PlainChunks):
+        def schedule(self, replica: Any, batch: Any, now: float) -> None:
+            batch.note(next(replica.waiting()), score=score)
+
+    harness = Harness(ByArrival(), InTurn(), Notes())
+    harness.replica().builder.keep_notes(on=is_kept)
+    harness.submit("a", 10, 3)
+    with pytest.raises(PolicyError, match=r"note\(score\): got .*Allowed: a finite number, a text, .* in schedule\)"):
+        harness.step()
+
+
 def test_the_replica_is_named() -> None:
     harness = Harness(ByArrival(), InTurn(), Scheduling())
     harness.submit("a", 10, 3)

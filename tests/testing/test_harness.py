@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from vajra_py.contract import DecodeStop, KeyMotion, PolicyContext, Refusal, RequestView, fill
@@ -137,7 +139,7 @@ def test_notes_of_a_decision_are_kept() -> None:
         def schedule(self, replica: Any, batch: Any, now: float) -> None:
             super().schedule(replica, batch, now)
             for request in replica.partial_prefills():
-                batch.note(request, why="urgent", score=2)
+                batch.note(request, why="urgent", score=np.int64(2), share=np.float32(0.5), is_late=np.bool_(True))
 
     class ByName:
         key_motion = KeyMotion.STATIC
@@ -149,7 +151,7 @@ def test_notes_of_a_decision_are_kept() -> None:
     harness.submit("a", 10)
     step = harness.step()
     assert step is not None
-    assert step.notes == {"a": {"why": "urgent", "score": 2}}
+    assert json.dumps(step.notes) == '{"a": {"why": "urgent", "score": 2, "share": 0.5, "is_late": true}}'
 
 
 def test_counting_everything_costs_what_was_used_not_what_there_is() -> None:

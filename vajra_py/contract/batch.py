@@ -198,4 +198,6 @@ class BatchBuilder(Protocol):
         """Return the predicted duration in seconds of the batch with `num_tokens` more tokens of the request; O(1)."""
 
     def note(self, request: RequestView, **scores: float | int | str) -> None:
-        """Write scores about a request to the decision log, to explain a decision; no cost if the log is off."""
+        """Write scores about a request to the decision log, to explain a decision. Raises `ValueError` for a score that is
+        no finite number, text or truth value.
+        """

@@ -43,7 +43,7 @@ class EmitFigure(Protocol):
 
         A run that writes results stores the value in `emitted.parquet`; other runs drop it. Steps that a simulator
         repeats without calling the policy (`SchedulerTraits.repeats_decodes`) emit nothing. Raises `ValueError` for an
-        invalid name or a value that is not finite.
+        invalid name, a value that is not finite, or a `request` that is no request.
         """
 
 

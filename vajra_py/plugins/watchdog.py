@@ -92,7 +92,8 @@ class _Watchdog(threading.Thread):
         self._call = None
 
     def _look(self, passed_s: float) -> None:
-        call = _plugin_call(_stack_of(self._thread_id))
+        calls = _plugin_calls(_stack_of(self._thread_id))
+        call = calls[0] if calls else None
         if call is None or call is not self._call:
             if self._is_blocked:
                 self._notify("")
@@ -100,14 +101,17 @@ class _Watchdog(threading.Thread):
             return
         self._in_call_s += passed_s
         if self._in_call_s >= self._limit_s:
-            self._interrupt(call)
+            self._interrupt(calls[-1])
 
-    def _interrupt(self, call: FrameType) -> None:
-        """Raise `DidNotReturn` inside the call; if that has no effect, log it once and raise again at every sample."""
+    def _interrupt(self, innermost: FrameType) -> None:
+        """Raise `DidNotReturn` inside the call; if that has no effect, log it once and raise again at every sample.
+
+        `innermost`: innermost plug-in call, which is the one that blocks; its callers may be calls of other plug-ins.
+        """
         self._num_interrupts += 1
         message = f"did not return within {self._limit_s:g} s"
         if self._num_interrupts == 3:
-            where = place_of_frame(call)
+            where = place_of_frame(innermost)
             what = f"{where} {message}; it is blocked outside Python or ignores interruption, and is still running"
             _log.error("%s", what)
             self._notify(what)
@@ -143,17 +147,19 @@ def _stack_of(thread_id: int) -> list[FrameType]:
     return frames
 
 
-def _plugin_call(frames: list[FrameType]) -> FrameType | None:
-    """Return the outermost plug-in frame called by the framework; None if there is none or a debugger runs in it."""
+def _plugin_calls(frames: list[FrameType]) -> list[FrameType]:
+    """Return the plug-in frames called by the framework, outermost first; none if a debugger runs in them."""
+    calls: list[FrameType] = []
     caller = ""
     for depth in range(len(frames) - 1, -1, -1):
         module = _module_of(frames[depth])
         package = module.partition(".")[0]
         if caller.startswith(_CALLERS) and package != "vajra_py" and package not in sys.stdlib_module_names:
-            inner = {_module_of(one).partition(".")[0] for one in frames[: depth + 1]}
-            return None if inner & _DEBUGGERS else frames[depth]
+            calls.append(frames[depth])
+        if calls and package in _DEBUGGERS:
+            return []
         caller = module
-    return None
+    return calls
 
 
 def _module_of(frame: FrameType) -> str:

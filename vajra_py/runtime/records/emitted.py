@@ -41,31 +41,39 @@ class EmittedFigures:
         numbers: dict[str, int] = {}
 
         def emit(name: str, value: float, now: float, request: RequestView | None = None) -> None:
+            if name not in numbers:
+                _check_name(name)
+            figure, seconds = float(value), float(now)
+            if not (figure - figure == 0.0 and seconds - seconds == 0.0):  # x - x is 0 only for a finite x
+                raise ValueError(f"emit({name!r}): must be finite numbers (got {value!r} at {now!r})")
+            index = -1 if request is None else getattr(request, "index", None)
+            if not isinstance(index, int):  # `index` of a text is a method
+                raise ValueError(f"emit({name!r}): request is {request!r}. Allowed: a RequestView or None")
             if not self.is_kept:
                 return
             number = numbers.get(name)
             if number is None:
                 number = numbers[name] = self._number_of(replicaset, policy, name)
-            figure, seconds = float(value), float(now)
-            if not (figure - figure == 0.0 and seconds - seconds == 0.0):  # x - x is 0 only for a finite x
-                raise ValueError(f"emit({name!r}): must be finite numbers (got {value!r} at {now!r})")
             if len(self.at) >= MAX_ROWS:
                 self.num_lost += 1
                 return
             self.numbers.append(number)
             self.at.append(seconds)
             self.values.append(figure)
-            self.indices.append(-1 if request is None else request.index)
+            self.indices.append(index)
 
         return emit
 
     def _number_of(self, replicaset: str, policy: str, name: str) -> int:
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"emit: not a name ({name!r}). Allowed: lower-case letters, digits and underscores")
         series = (replicaset, policy, name)
         if series not in self.series:
             self.series.append(series)
         return self.series.index(series)
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"emit: not a name ({name!r}). Allowed: lower-case letters, digits and underscores")
 
 
 class PolicyDiary(Struct, frozen=True):

@@ -627,7 +627,7 @@ def _prefill_tables(plans: Sequence[ReplicaPlan], schedulers: Sequence[ReplicaSc
     for plan, scheduler in zip(plans, schedulers, strict=True):
         if not any(_are_equal(plan, one) for one in kinds):
             kinds.append(plan)
-            rule = solo_chunk_rule(scheduler, plan.limits)
+            rule = solo_chunk_rule(scheduler, plan.limits, plan.scheduler.policy)
             times = PrefillTimeTable(plan.latency, rule, plan.limits.pipeline_stages)
             tables.append(PrefillTable(max_request_tokens(plan.limits), times))
     return tables

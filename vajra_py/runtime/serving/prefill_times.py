@@ -7,12 +7,13 @@ replicaset scheduler are built. If replica schedulers are replaced, `follow` is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 from msgspec import Struct
 
 from vajra_py.contract import PrefillTime, ReplicaLimits, ReplicaScheduler
 from vajra_py.contract.policies import ChunksSoloPrompts, SoloChunkSize
-from vajra_py.errors import ConfigError, Problem
+from vajra_py.errors import POLICY_EXCEPTIONS, ConfigError, PolicyError, Problem, VajraError, place_of_definition
 
 
 class PrefillTable(Struct, frozen=True):
@@ -58,11 +59,33 @@ class ReplicasetPrefillTime:
         return [one for one in self.tables if num_prompt_tokens < one.max_request_tokens] or self.tables
 
 
-def solo_chunk_rule(scheduler: ReplicaScheduler, limits: ReplicaLimits) -> SoloChunkSize:
+def solo_chunk_rule(scheduler: ReplicaScheduler, limits: ReplicaLimits, name: str | None = None) -> SoloChunkSize:
     """Return the rule for the next chunk of a prompt that is alone on a replica: the replica scheduler's own rule, else
     the step's token budget, else the whole prompt.
+
+    The scheduler's own rule raises `PolicyError` for an exception or an invalid size, with `name` as the policy (None:
+    the name of its class).
     """
     if isinstance(scheduler, ChunksSoloPrompts):
-        return scheduler.solo_chunk_size
+        return _checked_rule(scheduler.solo_chunk_size, name or type(scheduler).__name__)
     budget = limits.max_batch_tokens
     return lambda done, remaining: remaining if budget is None else min(remaining, budget)
+
+
+def _checked_rule(solo_chunk_size: SoloChunkSize, policy: str) -> SoloChunkSize:
+    def rule(num_done_tokens: int, num_remaining_tokens: int) -> int:
+        try:
+            size: object = solo_chunk_size(num_done_tokens, num_remaining_tokens)
+        except VajraError:
+            raise
+        except POLICY_EXCEPTIONS as error:
+            raise PolicyError.caused_by(policy, error) from error
+        if not isinstance(size, Integral) or int(size) < 1:
+            message = (
+                f"solo_chunk_size({num_done_tokens}, {num_remaining_tokens}): got {size!r}. "
+                "Allowed: a whole number of at least 1"
+            )
+            raise PolicyError(policy, message, place=place_of_definition(solo_chunk_size))
+        return int(size)
+
+    return rule

@@ -645,13 +645,19 @@ class Replicaset:
         replica_id = view.replica_id
         if self.feed is not None:
             self.feed.deliver(now)
+        pulled: set[str] = set()
         try:
-            for request_id in self.scheduler.pull(view, self._shared_view(replica_id, now), now):
+            answer: object = self.scheduler.pull(view, self._shared_view(replica_id, now), now)
+            if not isinstance(answer, Iterable) or isinstance(answer, str):
+                raise self._wrong_pull(f"pull() returned {answer!r}. Allowed: an iterable of request ids")
+            for request_id in answer:
+                if not isinstance(request_id, str):
+                    raise self._wrong_pull(f"pulled {request_id!r}; expected the id of a request")
                 request = self._queued_by_id.get(request_id)
                 if request is None or request not in self.shared:
-                    message = "pulled a request that is not in the shared queue"
-                    place = place_of_definition(self.scheduler.pull)
-                    raise PolicyError(self.scheduler_name, message, request_id=request_id, place=place)
+                    how = "twice" if request_id in pulled else "that is not in the shared queue"
+                    raise self._wrong_pull(f"pulled a request {how}", request_id)
+                pulled.add(request_id)
                 if self._failed_at and self._leaves_to_others(replica_id, request):
                     continue
                 if not self._differs or self._can_run(replica_id, request, now):
@@ -660,6 +666,10 @@ class Replicaset:
             raise
         except POLICY_EXCEPTIONS as error:
             raise PolicyError.caused_by(self.scheduler_name, error) from error
+
+    def _wrong_pull(self, message: str, request_id: str | None = None) -> PolicyError:
+        place = place_of_definition(self.scheduler.pull)
+        return PolicyError(self.scheduler_name, message, request_id=request_id, place=place)
 
     def avoid(self, request: Request, replica_id: int) -> None:
         """From now on, when a request is placed, avoid a replica on which the request failed, as long as other replicas

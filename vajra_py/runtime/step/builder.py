@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from math import isfinite
 from numbers import Integral
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from vajra_py.contract import BatchFeatures, DecodeStop, PreemptionMode, Refusal, RequestView
+from vajra_py.contract.facts import is_number
 from vajra_py.contract.latency import LatencyModel
 from vajra_py.contract.observer import EndReason
 from vajra_py.runtime.requests.adapters import Adapters
@@ -970,9 +971,12 @@ class Builder(PlanDraft):
         self.idle_at = time_s
 
     def note(self, request: RequestView, **scores: float | int | str) -> None:
-        """Add scores that explain a decision about a request to the step's notes, if notes are kept."""
+        """Add scores that explain a decision about a request to the step's notes, if notes are kept. Raises `ValueError`
+        for a score that is no finite number, text or truth value.
+        """
+        plain = {name: _plain_score(name, score) for name, score in scores.items()}
         if self._options.keep_notes:
-            self.notes.setdefault(request.request_id, {}).update(scores)
+            self.notes.setdefault(request.request_id, {}).update(plain)
 
     # Helpers
 
@@ -1003,6 +1007,16 @@ def _whole(request: Request, number: object, action: str) -> int:
     if not isinstance(number, Integral):
         raise IllegalPlan(request, f"cannot {action.format(number)}. Allowed: whole numbers")
     return int(number)
+
+
+def _plain_score(name: str, score: Any) -> float | int | str:
+    """Return a score of a note, with a scalar of NumPy or another library as a Python value. Raises `ValueError` for any
+    other object.
+    """
+    plain = score.item() if getattr(score, "ndim", None) == 0 else score
+    if isinstance(plain, str | bool) or is_number(plain):
+        return plain
+    raise ValueError(f"note({name}): got {score!r}. Allowed: a finite number, a text, True or False")
 
 
 def _capped(num_tokens: int, cap: int | None) -> int:
