@@ -1,9 +1,9 @@
 """Memory layout of the paged KV cache.
 
 A cache has the logical shape [num_blocks, block_size, num_kv_heads, head_dim] with a dense last dimension; kernels take
-its strides. The physical order is the same on the CPU (a token's heads are adjacent, so gathering tokens copies whole
-rows), and [num_blocks, num_kv_heads, block_size, head_dim] on CUDA (a program reads one KV head, whose part of a block
-is one run of memory: 4 KiB for 16 tokens of dimension 128 in 16 bits).
+its strides. On the CPU, the physical order is the same: a token's heads are adjacent, so gathering tokens copies whole
+rows. On CUDA, it is [num_blocks, num_kv_heads, block_size, head_dim]: a program reads one KV head, whose part of a
+block is one run of memory (4 KiB for 16 tokens of dimension 128 in 16 bits).
 
 Invariants:
     - A KV block is one dense run of memory in either order.

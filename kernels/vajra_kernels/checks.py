@@ -144,7 +144,7 @@ def poisoned_call(case: AttentionCase, inputs: AttentionInputs, *, with_lse: boo
 def worst_errors(
     out: torch.Tensor, lse: torch.Tensor | None, wanted: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[float, float]:
-    """Return the largest errors of out, relative to max(1, its magnitude), and of lse.
+    """Return (largest error of out, relative to max(1, the wanted magnitude), largest error of lse).
 
     An error is infinite if a value is NaN, or if only one of the two compared values is finite.
     """

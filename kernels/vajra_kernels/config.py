@@ -18,7 +18,7 @@ MIN_SPLIT_TOKENS = 128
 SPLITS_PER_SM = 8
 """Target number of decode programs per multiprocessor, large enough that the last, partial wave takes little time."""
 MAX_PIECES = 2048
-"""Largest number of pieces of a batch minus its number of sequences, on GPUs of up to 256 multiprocessors."""
+"""Largest value of (number of pieces - number of sequences) of a batch, on GPUs of up to 256 multiprocessors."""
 MIN_CHUNK_SPLIT_TOKENS = 512
 """Shortest part of a chunk's KV in tokens; shorter ones cost more in start-up and merging than their parallelism
 gains."""

@@ -28,9 +28,9 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 def _widens_chunks(dtype: torch.dtype) -> bool:
     """Return True if chunks in this dtype are computed in float32.
 
-    This saves 10 to 15 % of the time of the chunks' attention, conversions included, if the processor has no
-    matrix-tile instructions for the dtype (measured with bfloat16 on an AMD EPYC). For decodes, conversions cost more
-    than they save.
+    Chunks in half precision are computed in float32 if the processor has no matrix-tile instructions for their dtype.
+    This saves 10 to 15 % of the time of their attention, conversions included (measured with bfloat16 on an AMD EPYC).
+    For decodes, conversions cost more than they save.
     """
     if dtype == torch.bfloat16:
         return not torch.cpu._is_amx_tile_supported()

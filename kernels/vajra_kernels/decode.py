@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-call,untyped-decorator,misc"
 """Decode attention: single-token queries over long paged sequences, limited by memory bandwidth.
 
-One program handles one KV head and one piece of one sequence's KV: the query heads that share the KV head are the rows
-of one tile, so K and V are read once for all of them (more than 64 query heads take several programs). Pieces are
+One program handles one KV head and one piece of one sequence's KV. The query heads that share the KV head are the rows
+of one tile, so K and V are read once for all of them; more than 64 query heads take several programs. Pieces are
 planned on the device (``decode_plan``) once per step, and their results are merged by log-sum-exp (``merge``).
 
 Invariants:

@@ -4,9 +4,9 @@
 A piece is a range of one sequence's KV positions. The host bounds the number of pieces by the number of sequences and
 the size of the GPU, not by the longest possible sequence, so that most programs of a captured launch have a piece.
 
-Layout of a plan, int32 [2 N + B + 2] for N pieces and B sequences: sequence of each piece (-1: none); first position of
-each piece, relative to the visible part of its sequence; first piece of each sequence, followed by the number of
-pieces; and the number of positions per piece.
+A plan of N pieces and B sequences is int32 [2 N + B + 2] and contains, in this order: the sequence of each piece (-1:
+none); the first position of each piece, relative to the visible part of its sequence; the first piece of each sequence;
+the number of pieces; the number of positions per piece.
 
 Invariants:
     - Every sequence has a piece, even one of length 0; pieces of a sequence are adjacent.
@@ -23,7 +23,7 @@ from vajra_kernels.launch import Launch, next_power_of_2
 from vajra_kernels.metadata import AttentionMetadata
 
 _COMPARISONS = 4096
-"""Largest number of comparisons in one program, between its pieces and all sequences."""
+"""Largest number of comparisons in one program, which compares each of its pieces with every sequence."""
 _MOST_PIECES = 128
 """Largest number of pieces planned by one program, used if there are few sequences."""
 

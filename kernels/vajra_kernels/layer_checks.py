@@ -39,7 +39,7 @@ class RotationCase:
 
 
 def norm_error(kind: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator, device: str) -> float:
-    """Return the larger of the errors of a norm and of the addition before it, on rows of a wider tensor.
+    """Return the larger of two errors: of a norm, and of the addition before it, on rows of a wider tensor.
 
     ``kind`` is "norm", "add" (a part is added first) or "add normed" (the part is normalised and added first). Weights
     are float32.

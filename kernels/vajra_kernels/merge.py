@@ -2,8 +2,8 @@
 """Merge attention over disjoint parts of a KV sequence into attention over all of it (log-sum-exp).
 
 With outputs o_p and natural log-sum-exps l_p of disjoint parts: l = log(sum_p exp(l_p)), o = sum_p exp(l_p - l) o_p.
-Used for the splits of decodes and of chunks, and for the ranks of a KV-parallel group (Flash-Decoding; Medha, section
-4).
+Used for the splits of decodes and of chunks, and for the parts that different KV-parallel groups hold (Flash-Decoding;
+Medha, section 4).
 
 Invariants:
     - A part with l_p = -inf has no positions; its o_p is not read.
@@ -119,7 +119,7 @@ def merge_launch(
 def merge_pieces_launch(
     parts: torch.Tensor, part_lses: torch.Tensor, starts: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
 ) -> Launch:
-    """Return the launch that merges the pieces of each row with several pieces into ``out`` [T, H, D] and ``lse``.
+    """Return the launch that merges, for each row with several pieces, the pieces into ``out`` [T, H, D] and ``lse``.
 
     ``parts`` [P, H, D] and ``part_lses`` float32 [P, H] are the pieces of all rows; row t has the pieces from
     ``starts[t]`` to ``starts[t + 1] - 1`` (``starts`` is int32 [T + 1 or more]).

@@ -52,8 +52,8 @@ class StaticCase:
         max_shared_bytes: bound of shared memory per program.
         wants_wgmma: True if the matrix products must use Hopper's warp-group instructions.
         wants_overlap: True if loads of a later K/V tile must be in flight while a tile is multiplied.
-        max_stack_bytes: bound of stack per thread; above 0 only for a case in which one Triton version keeps an address
-            on the stack, for head dimension 512, and for sampling.
+        max_stack_bytes: bound of stack per thread: 0, except for sampling, for head dimension 512, and for one case in
+            which one Triton version keeps an address on the stack.
     """
 
     name: str

@@ -13,8 +13,8 @@ Invariants:
       completed (``synchronize``).
     - ``beside`` returns a second ``SwapSpace`` for the same memory, with separate streams and buffers. Its copies are
       ordered with other work by ``follow`` and ``synchronize`` only. Its ``to_host`` and ``to_device`` block until a
-      buffer is free, so that few copies are pending: a device makes copies of one direction one after the other, and
-      the copy of a step's tokens would otherwise wait for all of them.
+      buffer is free, so that few copies are pending. Otherwise, the copy of a step's tokens could have to wait for many
+      copies, since a device makes copies of one direction one after the other.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Look-ahead: start computing the decodes of a replica's next step before the policy has decided on it.
 
-If a policy declares that it repeats decodes (`SchedulerTraits.repeats_decodes`), the worker gets, together with a step,
-the decodes that will probably be in the next step, and submits them to the device before it waits for the step's
-tokens. The policy then decides the next step as usual. Started rows (one per decode) that the policy selects are used;
-the others, such as rows of requests that ended or were preempted, are dropped. The rest of the step (such as chunks of
-new requests) is computed after the started rows. So decisions, records and tokens do not depend on look-ahead.
+Look-ahead is used if a policy declares that it repeats decodes (`SchedulerTraits.repeats_decodes`). Together with a
+step, the worker gets the decodes that will probably be in the next step. It submits them to the device before it waits
+for the step's tokens. The policy then decides the next step as usual. Started rows (one per decode) that the policy
+selects are used; the others, such as rows of requests that ended or were preempted, are dropped. The rest of the step
+(such as chunks of new requests) is computed after the started rows. So decisions, records and tokens do not depend on
+look-ahead.
 
 Invariants:
     - This module does not change the mechanism, nor the executor's record of the worker's state.
@@ -70,7 +71,7 @@ class LookAhead:
         if plan.pool is not None:
             ending = set(plan.pool.ending_in_flight())
             yield from ((one, one.num_computed_tokens) for one in plan.pool if one not in ending)
-        # A request may be handed off once its prompt is computed, so its first decode is not started ahead.
+        # Requests may be handed off once their prompts are computed, so their first decodes are not started ahead.
         if self._replica.hands_off:
             return
         for request, num_tokens, start, _ in plan.chunks:

@@ -167,8 +167,8 @@ class AsyncLLM(EngineClient):
     ) -> PolicySwap:
         """Swap a policy between two steps while requests are served; return the old and the new policy.
 
-        Raises `ConfigError`, or the error that the new policy raises when it is built or first called, or the engine's
-        error if the engine has ended; the old policy then stays.
+        Raises `ConfigError`, the error that the new policy raises when it is built or first called, or, if the engine
+        has ended, the engine's error. In each case, the old policy stays.
         """
         assert self.engine is not None
         named = layer_of(layer)

@@ -143,7 +143,7 @@ class Engine:
     watch: StepWatch | None = None
     load_s: float = 0.0
     """Duration of loading, in seconds."""
-    _restarted: dict[ReplicaKey, Worker] = field(default_factory=dict)  # latest ones; the loop may not have them yet
+    _restarted: dict[ReplicaKey, Worker] = field(default_factory=dict)  # workers that the loop may not have yet
     _is_closed: bool = False
 
     @classmethod
@@ -346,7 +346,7 @@ class Engine:
             return
         self._is_closed = True
         if self.restarter is not None:
-            self.restarter.close()  # before the watch: a load in progress may wait for a step that hangs
+            self.restarter.close()  # before the watch, which ends a hanging step that a load may wait for
         if self.watch is not None:
             self.watch.close()
         close_all(dict.fromkeys([*(one.worker for one in self.replicas.values()), *self._restarted.values()]))

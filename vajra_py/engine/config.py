@@ -23,8 +23,8 @@ from vajra_py.errors import ConfigError, Problem, did_you_mean
 
 Number: TypeAlias = Annotated[float, Field(strict=True)]
 SLOTS_PER_BATCH_ENTRY = 2
-"""Request slots of a worker, as a multiple of the largest batch: more than 1, so that requests that skip steps keep
-their slots, and need not be sent to the worker again."""
+"""Request slots of a worker, as a multiple of the largest batch. With more than 1, requests that skip steps keep their
+slots, and need not be sent to the worker again."""
 
 MODEL_BACKENDS = ("engine", "vllm")
 """Names of the backends that compute with a model."""
@@ -176,8 +176,8 @@ class RecoveryConfig(Section):
 class Recovery(NamedTuple):
     """`RecoveryConfig` with defaults filled in.
 
-    `max_reruns` None: requests of a failed replica end. `step_timeout_s` None: if `watches_steps`, the limit is derived
-    from earlier steps.
+    `max_reruns` None: requests of a failed replica end, and are not computed again. `step_timeout_s` None: no fixed
+    limit; if `watches_steps`, the limit is derived from the times of earlier steps.
     """
 
     max_reruns: int | None

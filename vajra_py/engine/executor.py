@@ -61,8 +61,8 @@ class _Step:
     Attributes:
         entries: by slot, the request whose row the step computes.
         sampled: by slot, the request and output buffer of a row that is sampled.
-        scored: by slot, the output buffer of a request with prompt tokens to score, and the number of its prompt tokens
-            that are scored by the end of this step, including those of earlier steps.
+        scored: by slot, for each request with prompt tokens to score: its output buffer, and the number of its prompt
+            tokens that this step and earlier ones have scored.
         drafts: by slot, the drafts to verify; only slots that have any.
     """
 
@@ -111,7 +111,7 @@ class EngineExecutor:
         self._ngrams = ngrams
         self._indices: dict[Request, NgramIndex] = {}
         self._proposals: dict[Request, tuple[int, list[int]]] = {}
-        """Number of output tokens of each request when its drafts were looked up, and these drafts."""
+        """By request, its number of output tokens when its drafts were looked up, and these drafts."""
         self._withheld: dict[Request, tuple[int, TokenLogprobs | None]] = {}
         """By request, a sampled token that does not count as output unless the request stays on this replica."""
 
@@ -126,8 +126,9 @@ class EngineExecutor:
         return [self._num_drafts(one, at_most) for one in requests]
 
     def _num_drafts(self, request: Request, at_most: int) -> int:
-        """Return the number of drafts that the lookup finds, or `at_most` if that is smaller; 0 for a request of which
-        several tokens cannot be verified in one step.
+        """Return the number of drafts that the lookup finds, but at most `at_most`.
+
+        Return 0 without a lookup, or if drafts of this request cannot be verified (`may_have_drafts`).
         """
         submission = self._submissions[request]
         if self._ngrams is None or not may_have_drafts(submission.output.sampling):
@@ -161,7 +162,7 @@ class EngineExecutor:
     # Called by the engine loop
 
     def expect(self, request: Request, submission: Submission) -> None:
-        """Register a request that may run on this replica; state of it that the worker still has is dropped."""
+        """Register a request that may run on this replica, and make the worker drop any old state of the request."""
         self._submissions[request] = submission
         self.leave(request)
 

@@ -57,8 +57,8 @@ class KvCopier:
         Raises `ExecutorError` after a failed copy.
         """
         runner = cast(KvRunner, self._runner)
-        # Decodes that start ahead are submitted before this copy. A decode of a request that has ended meanwhile may
-        # write a block that is now a target of this copy: submitted after the copy, it would overwrite the copied KV.
+        # Decodes that start ahead are submitted before this copy. After it, a decode of a request that has ended
+        # meanwhile could overwrite the copied KV, since the request's block may now be a target of this copy.
         cast(LookaheadRunner, runner).begin_ahead()
         self._wait_for(_loaded(move.before))
         if move.before:
@@ -71,7 +71,7 @@ class KvCopier:
         self._go_on(lane)
 
     def wait_before(self, work: StepInput | LookaheadStep) -> None:
-        """Wait for copies that read or write blocks that the step writes first: newly taken blocks and copy targets.
+        """Wait for copies that use blocks which the step overwrites: newly taken blocks, and targets of its own copies.
 
         Raises `ExecutorError` after a failed copy.
         """

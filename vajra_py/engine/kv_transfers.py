@@ -27,7 +27,7 @@ class KvTransfers:
     """Transfers in flight. The source's worker copies blocks into a buffer, which is sent to the target's worker."""
 
     def __init__(self, notify: Callable[[KvImported], None]) -> None:
-        """`notify` is called with the message that ends a transfer whose target lacks no blocks."""
+        """`notify` is called with the message that ends a transfer if the target has all blocks already."""
         self._notify = notify
         self._under_way: dict[tuple[str, int], _UnderWay] = {}
 

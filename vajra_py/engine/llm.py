@@ -123,9 +123,9 @@ class LLM(EngineClient):
         `params` and `facts` (such as `StatedFacts(adapter="french")`) are one value for all prompts, or one for each
         prompt. With `n` above 1, the outputs of a prompt have consecutive seeds if `params` states a seed.
 
-        Raises `ConfigError` for any error in any prompt or its parameters before the first prompt is computed, and
-        `PolicyError` if a policy breaks the contract, after which the LLM is closed. If a request fails for another
-        reason, such as a failed replica, its output states the reason.
+        Raises `ConfigError` for an error in any prompt or its parameters, before the first prompt is computed. Raises
+        `PolicyError` if a policy breaks the contract; the LLM is then closed. If a request fails for another reason,
+        such as a failed replica, its output states the reason.
         """
         return self._run(list(self._made(_listed(prompts), params, n, facts)))
 

@@ -222,7 +222,7 @@ class EngineLoop(Backend[EngineReplica]):
     def _awaits_restart(self) -> bool:
         """True if a replica is being restarted and the loop has to wait for it.
 
-        It has to on a server, if there are unfinished requests, or if all replicas are lost.
+        The loop has to wait on a server. Otherwise, it has to if requests are unfinished or all replicas are lost.
         """
         is_needed = self._options.serves or self.controller.num_alive > 0 or self.num_lost == len(self._replicas)
         return bool(self._outages.restarting) and is_needed
@@ -268,9 +268,9 @@ class EngineLoop(Backend[EngineReplica]):
             self._stops = True
 
     def _waits_for_others(self) -> bool:
-        """Return True on a server, since requests may still arrive although nothing is in flight; else False.
+        """Return True on a server, where new requests may arrive; else False. Called when nothing is in flight or due.
 
-        Raises `PolicyError` if requests are left and none will arrive.
+        Raises `PolicyError` if this is no server and a policy leaves requests waiting, since nothing else will happen.
         """
         if not self._options.serves:
             stall = self.controller.stall(self.now)
@@ -564,9 +564,10 @@ class EngineLoop(Backend[EngineReplica]):
 
 
 def _withheld(replica: Replica, plan: StepPlan) -> Collection[Request]:
-    """Return the requests of a step that will leave this replica and whose target replica samples this token again.
+    """Return the requests of a step whose sampled tokens do not count as output.
 
-    The token that this replica samples does not count as output, unless the request stays after all.
+    Such a request will leave for another replica, which samples the same token again. If it stays after all, the token
+    counts.
     """
     if not replica.hands_off or replica.gives_first_token:
         return ()

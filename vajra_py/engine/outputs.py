@@ -101,7 +101,7 @@ class OutputBuffer:
         if self._search is None:
             self._text += text
             return
-        least = self.sampling.min_tokens  # as in vLLM, only a later token can complete a stop string
+        least = self.sampling.min_tokens  # as in vLLM, only tokens after the first `least` complete a stop string
         shown, found = self._search.push(text, may_stop=not least or len(self.token_ids) > least)
         self._text += shown
         if found is not None:

@@ -257,7 +257,7 @@ def _wrong_constraints(params: SamplingParams, where: str) -> list[Problem]:
 
 
 def _shown(value: object) -> str:
-    """Return the value as shown in an error; Python refuses to print very long integers."""
+    """Return the value as shown in an error; a very long integer, which Python refuses to print, is described."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     return repr(value)

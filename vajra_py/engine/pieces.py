@@ -25,7 +25,7 @@ _SENTENCE_PIECE = [
 
 
 def piece_reader(tokenizer: Any, *, keeps_special: bool = False) -> Callable[[int], bytes | None]:
-    """Return a function from a token id to its bytes: None for special tokens and for ids without a token.
+    """Return a function that returns the bytes of a token id, or None for special tokens and for ids without a token.
 
     `tokenizer` is a tokenizer of transformers. With `keeps_special`, the bytes of a special token are its name in the
     vocabulary.

@@ -1,4 +1,4 @@
-"""State that the engine's loop keeps for each replica, messages to the loop, and its options."""
+"""State that the engine's loop keeps for each replica, messages to the loop, and the loop's options."""
 
 from __future__ import annotations
 

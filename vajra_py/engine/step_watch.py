@@ -34,7 +34,7 @@ from vajra_py.errors import ExecutorError
 
 _log = logging.getLogger(__name__)
 _FACTOR = 10.0
-"""Time limit of a step, as a multiple of the longest duration of an earlier step."""
+"""Time limit of a step, as a multiple of the duration of the longest earlier step."""
 _FLOOR_S = {"cpu": 10.0}
 _DEVICE_FLOOR_S = 60.0
 """Minimum time limit of a step on a GPU, in seconds: machines stall now and then, and libraries compile kernels on
@@ -44,8 +44,8 @@ _NUM_FIRST = 8
 _FIRST_S = 600.0
 """Time limit of a worker's first steps, in seconds."""
 _FIRST_AGAIN_S = 60.0
-"""Minimum time limit of a worker's first steps if earlier workers of the replica have computed more than `_NUM_FIRST`
-steps, in seconds."""
+"""Minimum time limit of a worker's first steps, in seconds, if an earlier worker of the replica has computed more than
+`_NUM_FIRST` steps."""
 _LOADING_FACTOR, _LOADING_FLOOR_S = 10.0, 300.0
 """Time limit for reloading a worker: the first value times the time that loading the first workers took, but at least
 the second value, in seconds."""
@@ -111,7 +111,7 @@ class _Lane:
         self.num_tokens.append(num_tokens)
 
     def begin(self, now: float) -> None:
-        """Set the start of the oldest step or copy in flight, from which its time limit counts, to `now`."""
+        """Count the time limit of the oldest step or copy in flight from `now`."""
         self.began_at, self.age_s = now, 0.0
 
 

@@ -98,8 +98,8 @@ class StopSearch:
     def push(self, text: str, may_stop: bool) -> tuple[str, str | None]:
         """Add text.
 
-        Return two values: the text, including earlier text that was held back, that can no longer belong to a stop
-        string; and the stop string that ends the text, or None.
+        Return (text to show, stop string that ends the text or None). The text to show, which may begin with text that
+        was held back earlier, can no longer belong to a stop string.
 
         With `may_stop`, the text ends before the stop string that begins first; if several begin at the same character,
         the shortest one counts. A stop string that was completed while `may_stop` was False counts if its text is still

@@ -2,9 +2,9 @@
 
 Pauses back off exponentially: they double with every restart, up to `LONGEST_PAUSE_S`, and are reset once the replica
 was up for `settled_s`. A replica is restarted any number of times, as long as it computes a step after each start. Only
-consecutive failed starts are counted, and after too many of them the replica is given up. A start fails, too, while a
-thread of the last worker does not end: its memory is still in use, and its device may hang. The outcome of a restart
-reaches the loop as a message, so that only the loop's own thread changes its state.
+consecutive failed starts are counted, and after too many of them the replica is given up. A start also fails as long
+as a thread of the replica's last worker does not end, since that worker's memory is still in use, and its device may
+hang. The outcome of a restart reaches the loop as a message, so that only the loop's own thread changes its state.
 """
 
 from __future__ import annotations

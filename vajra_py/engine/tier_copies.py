@@ -49,7 +49,7 @@ class TierCopies:
         self._under_way.pop(_key(copy), None)  # absent if the copy ended in this turn of the loop
 
     def load(self, replica: EngineReplica, swaps: Sequence[BlockCopy]) -> bool:
-        """Submit a replica's waiting copies to the device, just before its next step; return False if there are none.
+        """Submit a replica's waiting copies, just before its next step; return False if there are none.
 
         `swaps`: block copies for swapping that the step would make first. If there are waiting copies, the worker makes
         `swaps` before the first of them, and the step must not repeat them.
@@ -63,7 +63,7 @@ class TierCopies:
         return bool(mine)
 
     def load_rest(self) -> None:
-        """Submit the other waiting copies to the device: those of replicas without a step in this turn."""
+        """Submit the other waiting copies: those of replicas without a step in this turn."""
         copies, self._to_load = self._to_load, []
         for copy in copies:
             if _key(copy) in self._under_way:
@@ -82,7 +82,7 @@ def num_host_blocks(replica: Replica) -> int:
 
 
 def tiers_beside_moves(where: str, replicaset: Replicaset) -> list[Problem]:
-    """Return a problem if a replicaset that moves requests with their KV has memory tiers.
+    """Return a problem if a replicaset has memory tiers and also moves requests with their KV.
 
     Such moves take blocks between steps, and do not wait for copies of a tier.
     """

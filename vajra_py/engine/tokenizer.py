@@ -40,15 +40,15 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, is_rendered: bool = False) -> list[int]:
         """Return the text's tokens.
 
-        Special tokens that the model expects around a text are added. If `is_rendered`, a chat template has rendered
-        the text and added them already.
+        Special tokens that the model expects around a text are added, unless `is_rendered`: a chat template has then
+        rendered the text and has added them already.
         """
 
     @property
     def stripped_blanks(self) -> int | None:
         """Number of leading blanks that decoding strips; None if decoding changes the text in other ways.
 
-        Apart from the blanks, the text must equal its tokens' joined bytes as UTF-8.
+        If it is a number, decoded text is the tokens' joined bytes as UTF-8, without these blanks.
         """
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -139,8 +139,8 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Sampl
 
     Raises `ConfigError` if there are `bad_words`, but no tokenizer.
 
-    As in vLLM, each word is forbidden as tokenized at the beginning of a text, and also as tokenized after a blank if
-    that gives the same number of tokens, but a different first token.
+    As in vLLM, each word is forbidden in the form that it is tokenized to at the beginning of a text. The form after a
+    blank is forbidden too if it has the same number of tokens, but a different first token.
     """
     if not params.bad_words:
         return params
@@ -229,8 +229,8 @@ class PieceStream:
 class WindowStream:
     """Text stream for tokens that may be decoded differently depending on their neighbours.
 
-    A tokenizer may also decode the first token of a sequence differently. So new tokens are decoded together with those
-    of the text that was emitted last, which begin at `_prefix`. Earlier tokens are not decoded again.
+    A tokenizer may also decode the first token of a sequence differently. So new tokens are decoded together with the
+    tokens that were emitted last; these begin at `_prefix`. Earlier tokens are not decoded again.
     """
 
     __slots__ = ("_prefix", "_read", "_token_ids", "_tokenizer")
@@ -257,7 +257,7 @@ class WindowStream:
         return self._token_ids[self._prefix : self._read], self._token_ids[self._prefix :]
 
     def completed(self, before: str, now: str) -> str:
-        """Return the new text, given the decoded text of the two windows."""
+        """Return the new text, given the decoded texts of the two token lists that `windows` returns."""
         if len(now) <= len(before) or now.endswith(_INCOMPLETE):
             return ""
         self._prefix, self._read = self._read, len(self._token_ids)

@@ -44,7 +44,7 @@ from vajra_py.errors import ExecutorError, VajraError
 
 _log = logging.getLogger(__name__)
 _END_S = 5.0
-"""Seconds for a step or copy of a worker in this process to end when the worker is closed or discarded."""
+"""Seconds for which closing or discarding a worker in this process waits for its step or copy to end."""
 
 ReplicaKey: TypeAlias = tuple[str, int]
 """Key of a replica: (replicaset, replica id)."""

@@ -21,8 +21,8 @@ from vajra_py.vllm.options import VllmOptions
 from vajra_py.vllm.support import check_version, installed_version
 
 _NUM_SLOTS = 2**16
-"""Request slots of a replica. A slot takes no memory here, and a request that loses its slot is sent to vLLM's workers
-with its output as part of the prompt, so that penalties no longer count this output. So no request should lose it."""
+"""Request slots of a replica; a slot takes no memory here, so there are enough that no request should lose its slot. If
+it did, vLLM's workers would get its output as part of the prompt, and penalties would no longer count this output."""
 
 SAID_ELSEWHERE: Mapping[str, str] = {
     "async_scheduling": "Leave it out: this backend executes one step after another",

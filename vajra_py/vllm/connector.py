@@ -68,11 +68,14 @@ class Connector:
             config=vllm_config, role=KVConnectorRole.SCHEDULER, kv_cache_config=kv_cache_config
         )
         self._late = LateEnds(lambda name: num_in_flight(name) > 0) if rules.forms_ahead else None
-        """Requests that have ended for the mechanism or for the connector, but not for both; None unless steps are
-        formed before the result of the last step is known.
+        """Requests that have ended for the mechanism or for the connector, but not for both, if steps are formed before
+        the result of the last step is known; otherwise None.
         """
         self._void: dict[str, Request] = {}
-        """Requests with void tokens (computed from KV that was not loaded), until their end and their last step."""
+        """Requests with void tokens (computed from KV that was not loaded).
+
+        A request is removed when it has ended and none of its steps is in flight.
+        """
         self._newly_void: dict[str, Request] = {}
         self._formed: deque[bool] = deque()
         """For each step in flight, True if policies formed it, False if it is empty."""
@@ -240,8 +243,8 @@ class Connector:
         vllms = self._look_at(record, request)
         num_tokens = request.num_computed_tokens if num_loaded is None else num_loaded
         if request.state is RequestState.RUNNING and request in self._mechanism.replica.running_set.unverified:
-            # `vllms.num_tokens` includes accepted drafts that the mechanism has not counted yet. All but its last token
-            # are computed.
+            # `vllms.num_tokens` includes accepted drafts that the mechanism has not counted yet. Of these tokens,
+            # all but the last are computed.
             num_tokens = max(num_tokens, vllms.num_tokens - 1)
         vllms.num_computed_tokens = num_tokens
         self._loaded.discard(name)
@@ -317,7 +320,7 @@ class Connector:
         return ([block + 1 for block in self._memory.block_table(own)],)
 
     def voided_by(self, output: Any, step: SchedulerOutput) -> set[str]:
-        """Return the ids of requests whose results of this step are void, because blocks of theirs were not loaded."""
+        """Return the ids of requests whose results of this step are void, because some of their KV was not loaded."""
         if not output or not output.invalid_block_ids:
             return set(self._void)
         if self._managed is not None:
@@ -360,7 +363,7 @@ class Connector:
         return self._void.get(request.request_id) is request
 
     def computes_again(self, request: Request) -> bool:
-        """Return whether a request with a void result is to be computed again; if so, expect no report of its end."""
+        """Return whether a request with a void result is to be computed again; if so, cancel the report of its end."""
         if not self.recomputes:
             return False
         if self._late is not None:
@@ -416,8 +419,8 @@ class Connector:
     # Faults of policies
 
     def relieve(self) -> None:
-        """From now on, do not report ends to the connector that follow from a policy's violation of the contract: the
-        fallback policies will continue these requests.
+        """From now on, if a request ends because a policy broke the contract, do not report this end to the connector:
+        the fallback policies will continue the request.
         """
         self._relieves = True
 

@@ -44,7 +44,7 @@ class Endings:
         self._failed.append(_Failed(request, reason, why))
 
     def take_back(self, name: str) -> VllmRequest | None:
-        """Remove and return a request with a pending end, because its client aborts it; None if there is none."""
+        """Remove and return a request with a pending end, because its client aborts it; None if no end is pending."""
         for failed in self._failed:
             if failed.request.request_id == name:
                 self._failed.remove(failed)
@@ -98,7 +98,7 @@ class RefusedStreams:
             del self._names[name]
             return True
         if name in requests:
-            if not is_known:  # a chunk of a refused stream is no error: its client gets the refusal
+            if not is_known:  # not a chunk of a refused stream, whose client gets the refusal
                 _log.error("another request with the id %s is being served; this one is left out", name)
             return True
         if request.resumable:

@@ -66,7 +66,7 @@ class LateEnds:
         return self._unreported.values()
 
     def void(self, request: Request) -> None:
-        """Stop waiting for the end of a request to be reported: its last step is void, and its client awaits tokens."""
+        """Cancel the report of a request's end: its last step is void, so its client still awaits tokens."""
         self._unreported.pop(request.request_id, None)
 
     def forget(self, request: Request) -> None:

@@ -146,9 +146,9 @@ class ManagedKv(WithoutKvExtras):
         self._num_growing = len(growing)
         widest = max(growing, key=lambda one: getattr(one, "sliding_window", inf))
         self._table: dict[str, list[Any]] = widest.req_to_blocks
-        """Block tables of resident requests in the group with the widest window; attention tables are equally long."""
+        """By request id, its block table in the group with the widest window; its attention tables are equally long."""
         self._num_entered: dict[str, int] = widest.num_cached_block
-        """Number of blocks of each of these tables in the prefix cache; its request's other tables have no fewer."""
+        """By request id, number of blocks of `_table[id]` in the prefix cache; its other tables have no fewer."""
         self._held: dict[KvRequest, _Held] = {}
         self._version = 0
         """Incremented whenever results of prefix lookups or block counts may change."""
@@ -223,7 +223,7 @@ class ManagedKv(WithoutKvExtras):
             raise RuntimeError("ManagedKv.clear: blocks are held by requests that are not registered")
 
     def tables(self, request: KvRequest) -> tuple[Sequence[Any], ...]:
-        """Return the block table of each group for a request; read-only."""
+        """Return the block table of each group for a request; callers must not change it."""
         found: tuple[Sequence[Any], ...] = self._coordinator.get_blocks(self._held[request].request_id)
         return found
 
@@ -297,7 +297,7 @@ class ManagedKv(WithoutKvExtras):
         return int(self._coordinator.find_longest_cache_hit(named, longest)[1])
 
     def cached_tokens(self, request: KvRequest) -> int:
-        """Return the number of prefix hits, in tokens, if the request were admitted now; the last token is no hit."""
+        """Return the number of tokens that would hit the cache on admission now; the last token never counts."""
         return 0 if any(self.tables(request)) else self._found(request)[1]
 
     def cache_blocks(self, request: KvRequest, num_tokens: int) -> None:

@@ -4,8 +4,8 @@ vLLM requests a step, executes it, and returns the tokens. A turn consists of al
 the last step ends, requests arrive and are aborted, and the policy forms the next step. A simulator that receives the
 same events at the same ticks makes the same decisions.
 
-With asynchronous scheduling, vLLM requests a step before it returns the tokens of the last one. Their number is known
-(each request without tokens left to compute samples one), so the turn ends the last step with tokens of unknown
+With asynchronous scheduling, vLLM requests a step before it returns the tokens of the last one. Only their number is
+known: one for each request whose known tokens are all computed. So the turn ends the last step with tokens of unknown
 identity. The ids of these tokens become known a turn later; if such a token stops its request, the request ends with
 the step that is in flight then. With drafts, the number of tokens is unknown too. The next step therefore reserves room
 for all drafts, and `Mechanism.accept` counts the accepted ones while that step is in flight.
@@ -493,7 +493,7 @@ class Mechanism(Backend[_VllmReplica]):
         """Apply the remaining events of this turn, then form and return the next step; None if nothing runs."""
         one, heap = self._one, self._driver.events.heap
         if self._turn is not None and self._driver.now < self._turn and one.plan is None and not heap:
-            self._turn = None  # nothing but arrivals has come in this turn, which began with the first of them
+            self._turn = None  # the turn has only arrivals, so it is opened again, at the present tick
         tick = self.open_turn()
         self._turn = None
         self._arriving.sort(key=lambda submission: (submission.arrived_at, submission.facts.request_id))

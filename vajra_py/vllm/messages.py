@@ -1,8 +1,8 @@
 """Translate plans into messages for vLLM's workers, as changes to the workers' state.
 
 A step is steady if it consists of exactly the decodes of the step before. Its message is built without reading the
-requests, except those that need a block: ids do not change, every count grows by one, and the positions of the requests
-that need a block are known for each step.
+requests, except those that need a block: ids do not change, every count grows by one, and it is known beforehand which
+requests need a block in which step.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Messages:
         self._drafted: tuple[Request, ...] = ()
         """Requests of the last step if it had drafts; else empty.
 
-        Unless it is empty, `_decodes`, `_counts`, `_room` and `_outputs_ahead` describe these requests, as soon as they
-        have been looked up (`_decodes` is empty until then).
+        `_decodes` is empty until these requests have been looked up. From then on, `_decodes`, `_counts`, `_room` and
+        `_outputs_ahead` describe them.
         """
         self._room: list[int] = []
         """For each request, the number of tokens that fit into the blocks known to the workers, less the drafter's
@@ -229,7 +229,7 @@ class Messages:
         self._room = [one.num_sent * self._block_size - self._lookahead for one in self._decodes]
 
     def _are_all_known(self) -> bool:
-        """Return whether no request with drafts has ended for its client."""
+        """Return whether all requests in `_drafted` still have records, so that none has ended for its client."""
         return len(self._counts) == len(self._drafted) and self._counts.keys() <= self._records.keys()
 
     def _look_at(self, order: Sequence[Request]) -> None:

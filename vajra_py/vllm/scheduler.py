@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 _BY_ITSELF = (EndReason.STOP, EndReason.LENGTH)
 """End reasons that follow from a request's tokens; they are sent to the client with the last token."""
 _BY_BREACH = (EndReason.FAILED, EndReason.REJECTED)
-"""End reasons that may mean that a policy broke the contract, after which the policies are out of service."""
+"""End reasons that can result from a policy's violation of the contract; the policies are then out of service."""
 
 
 class Scheduler(WithoutExtras):
@@ -379,7 +379,7 @@ class Scheduler(WithoutExtras):
     def _may_fall_back(self) -> bool:
         """True if there is no connector, or no block is being loaded, sent, or written by a step.
 
-        The reason for waiting is that a fallback may reassign all blocks.
+        Otherwise the fallback must wait, since it may reassign all blocks.
         """
         return self._connected is None or (self._connected.is_quiet and not self._is_busy)
 
@@ -573,7 +573,7 @@ class Scheduler(WithoutExtras):
         return made
 
     def _num_stored(self, record: Record) -> int:
-        """Return the number of tokens of a computed prompt that are in the prefix cache."""
+        """Return the number of prompt tokens that are in the prefix cache, once the whole prompt is computed."""
         replica, own = self.mechanism.replica, record.own
         memory, size = replica.memory, replica.limits.block_size
         if isinstance(memory, ManagedKv) and own is not None and memory.is_registered(own):
@@ -599,7 +599,10 @@ class Scheduler(WithoutExtras):
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """Write draft tokens into the message of a step formed ahead; from the first one that a grammar rejects: -1."""
+        """Write draft tokens into the message of a step formed ahead.
+
+        -1 replaces the first draft that its request's grammar rejects, and all later drafts of the request.
+        """
         planned, invalid = scheduler_output.scheduled_spec_decode_tokens, dict[str, int]()
         for name, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             record = self._records.get(name)

@@ -102,7 +102,7 @@ class SteadyTokens:
             return None
         batch.num_left -= most
         if most == 1:
-            deque(map(list.append, batch.outputs, tokens), maxlen=0)  # half the time of a loop in Python
+            deque(map(list.append, batch.outputs, tokens), maxlen=0)  # takes half the time of a loop in Python
         else:
             deque(map(list.extend, batch.outputs, sampled), maxlen=0)
         sent = list(map(EngineCoreOutput, self._names, sampled))

@@ -92,11 +92,11 @@ _FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _STATE = "MambaSpec"
 """KV cache spec of layers with one state per request: Mamba, linear attention, short convolutions."""
 _MANAGED = (*_FULL, "SlidingWindowSpec", _STATE)
-"""Kinds of KV cache specs for which vLLM's KV manager works here as under its own scheduler."""
+"""Kinds of KV cache specs for which vLLM's KV manager works here as it does under vLLM's own scheduler."""
 
 
 def holds_states(spec: Any) -> bool:
-    """Return whether a group of KV blocks holds states of layers; their number does not grow with a request."""
+    """Return whether blocks with this spec hold states of layers, of which a request has a fixed number."""
     return type(spec).__name__ == _STATE
 
 

@@ -1,9 +1,9 @@
 """Tokens, positions and KV slots of a step, derived from the worker's state of each request.
 
 Invariants:
-    - Decodes come first in the flattened batch, then chunks of one token, then longer chunks: attention's fast path
-      takes the leading sequences of one token. With KV parallelism, sequences whose newest tokens this rank holds come
-      before the others, and each of the two parts has this order.
+    - Decodes come first in the flattened batch, then chunks of one token, then longer chunks, since attention has a
+      fast path for the one-token sequences at the beginning. With KV parallelism, sequences whose newest tokens this
+      rank holds come before the others, and each of the two parts has this order.
     - State is kept in arrays by slot and updated when a step is submitted, so that the next step can be submitted
       before this step's tokens are available on the host.
 """
@@ -46,8 +46,8 @@ class HostBatch:
             the order of their rows.
         num_drafts: by sequence index, number of drafts at the end of the sequence's tokens; tokens are sampled from
             these rows too.
-        followers: by sequence index, the tokens to score with the logits of the sequence's first tokens in this step.
-        num_newest: number of sequences whose newest tokens are held by this rank: all, without KV parallelism.
+        followers: by sequence index, the tokens to score; see `Chunk.followers`.
+        num_newest: number of sequences whose newest tokens are held by this rank; all without KV parallelism.
         groups: with KV parallelism, the groups that compute each sequence.
         max_kv_len: KV length of the longest sequence; with KV parallelism, over all groups.
     """

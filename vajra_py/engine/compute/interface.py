@@ -5,8 +5,8 @@ carries changes only: a request in steady decode costs one small integer.
 
 Invariants:
     - All messages are plain data without tensors: they can be pickled to another process and recorded.
-    - A `slot` is a small integer that names a request inside the worker, in [0, `RunnerOptions.max_requests`), from the
-      step that lists it in `new` until the step that lists it in `freed`. A slot freed in a step may be reused in the
+    - A `slot` is an integer in [0, `RunnerOptions.max_requests`). It names a request inside the worker, from the step
+      that lists the slot in `new` until the step that lists it in `freed`. A slot freed in a step may be reused in the
       same step.
     - Within a step the worker acts in this order: `freed`, `new`, `tables`, `copies` (in list order), compute, sample.
     - A sampled token depends on the request alone (its tokens, its parameters, its seed), not on other requests in the
@@ -93,9 +93,9 @@ class NewRow:
         slot: slot of the request from now on.
         sampling: the request's sampling parameters.
         seed: seed of its random stream: `sampling.seed`, or a seed that the controller drew.
-        prompt_token_ids: the request's prompt; read only if `needs_prompt(sampling)`, may be empty otherwise.
-        output_token_ids: output so far, of a request that had a slot before; read only if `needs_outputs(sampling)`.
-        num_output_tokens: number of output tokens so far; always read (for `min_tokens` and the random stream).
+        prompt_token_ids: the request's prompt; can be empty unless `needs_prompt(sampling)`.
+        output_token_ids: output so far if the request had a slot before; can be empty unless `needs_outputs(sampling)`.
+        num_output_tokens: number of output tokens so far; always needed (for `min_tokens` and the random stream).
         adapter: LoRA adapter, which must be loaded whenever the request is computed; empty: the base model.
     """
 
@@ -110,7 +110,7 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """Replacement of entries of a slot's block table in one KV-parallel group: `block_ids`, from index `start` on."""
+    """New entries of a slot's block table in one KV-parallel group: `block_ids` replace those from index `start` on."""
 
     slot: int
     start: int
@@ -133,8 +133,8 @@ class Chunk:
         num_drafts: number of drafts at the end of `token_ids`. A token is sampled from the logits of each draft and of
             the token before the first draft. Only for requests without penalties, constraints on tokens, `min_tokens`
             and `logprobs`.
-        num_outputs: number of output tokens so far, if an earlier step may have had drafts of the request; None: as
-            many as the worker has counted. The worker does not count accepted drafts.
+        num_outputs: number of output tokens so far, needed after steps with drafts, since the worker does not count
+            accepted drafts; None: the worker's own count is right.
     """
 
     slot: int
@@ -194,8 +194,8 @@ class LookaheadDecodes:
     Attributes:
         decodes: slots of the requests to decode. Their sampling must not depend on their outputs (`needs_outputs`), and
             they must have no log-probabilities.
-        growing: slots whose next token starts a new KV block; at most `RunnerOptions.spare_blocks`. KV of this token is
-            in a spare block until the step that uses this row supplies the id of the request's own block.
+        growing: slots whose next token starts a new KV block; at most `RunnerOptions.spare_blocks`. The token's KV is
+            in a spare block until the step that lists the slot in `begun` supplies the request's own block.
     """
 
     decodes: Sequence[int]
@@ -204,12 +204,12 @@ class LookaheadDecodes:
 
 @dataclass(frozen=True, slots=True)
 class LookaheadStep:
-    """A step, with the decodes that will probably follow it and that may start before its tokens are available.
+    """A step, with probable decodes of the next step, which may start before this step's tokens are available.
 
     Attributes:
         step: step to compute now.
-        begun: slots of those decodes of this step that `ahead` of the previous message started. Other rows that it
-            started are dropped, and the rest of this step is computed after the rows in `begun`.
+        begun: slots of the decodes of this step that were started early, as `ahead` of the previous message. The other
+            decodes in that `ahead` are dropped. The rest of this step is computed after the decodes in `begun`.
         ahead: decodes to start after the step, or None.
     """
 
@@ -365,7 +365,7 @@ class ModelFacts:
         dtype: name of the dtype of the computation.
         device: "cpu", or the product name of the GPU.
         forward: "fused" (this package's forward pass) or "transformers".
-        device_ids: globally unique names of the devices that the rank, or all ranks of a replica, compute on.
+        device_ids: globally unique names of the rank's devices; in the facts of a whole replica, of all ranks' devices.
     """
 
     model_type: str
@@ -479,7 +479,7 @@ class KvRunner(ModelRunner, Protocol):
         """
 
     def mark(self) -> object:
-        """Return a mark that follows all submitted work; None if every call returns only when its work is complete."""
+        """Return a mark for `move_kv` after all submitted work; None if each call returns when its work is complete."""
 
     def move_kv(self, copies: Sequence[BlockCopy], after: object = None) -> None:
         """Copy KV blocks between device and host, in order. Raises `ExecutorError`.
@@ -494,7 +494,7 @@ class AdapterRunner(ModelRunner, Protocol):
     """A runner with slots for LoRA adapters."""
 
     def load_adapter(self, name: str, slot: int) -> None:
-        """Copy an adapter's weights into a slot, after all submitted steps, none of which uses the slot.
+        """Copy an adapter's weights into a slot, after all submitted steps; no step in flight may use the slot.
 
         Raises `ExecutorError`.
         """

@@ -42,7 +42,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def marked() -> torch.cuda.Event:
-    """Return an event that is recorded on the current stream of the current GPU."""
+    """Record an event on the current stream of the current GPU, and return it."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

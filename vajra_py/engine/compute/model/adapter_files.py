@@ -22,7 +22,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Modules of a decoder layer that adapters may change."""
 _LARGEST = 1 << 20
-"""Largest value of `r`, and of `lora_alpha` in either direction; larger integers may not fit into a float."""
+"""Largest accepted `r`, and largest accepted magnitude of `lora_alpha`; very large integers do not fit into a float."""
 _EXPECTED = f"An adapter is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, as `peft` writes it"
 _NEUTRAL = frozenset(
     {

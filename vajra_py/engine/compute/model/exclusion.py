@@ -3,8 +3,8 @@
 While transformers builds a model, it sets torch's default dtype for the whole process and seeds torch's generator. A
 step of another model in another thread could create tensors of the wrong dtype meanwhile.
 
-A step that hangs must not keep models from being loaded. So once its worker is given up, its share is dropped
-(`forget`): its result is ignored, and need not be protected.
+A step that hangs must not keep models from being loaded. When the worker of such a step is given up, `forget` releases
+the lock that the step's thread holds. The step then needs no protection, since its result is ignored.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Exclusion:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._sharing: list[int] = []
-        """Identifier of the thread of each share."""
+        """Identifiers of the threads that hold the lock shared, one entry for each time that a thread holds it."""
         self._waiting: set[int] = set()
-        """Identifiers of the threads that wait for a share."""
+        """Identifiers of the threads that wait in `shared`."""
         self._num_exclusive = 0
         """Number of threads that hold the lock exclusively or wait to do so."""
         self._owner: int | None = None
@@ -42,17 +42,17 @@ class Exclusion:
             yield
         finally:
             with self._changed:
-                if me in self._sharing:  # unless `forget` has dropped this share
+                if me in self._sharing:  # unless `forget` has removed it
                     self._sharing.remove(me)
                 self._changed.notify_all()
 
     def is_waiting(self, thread_id: int) -> bool:
-        """Return True if this thread waits for a share, since another thread holds the lock or wants it exclusively."""
+        """Return True if this thread waits in `shared`, because another thread has or wants the lock exclusively."""
         with self._changed:
             return thread_id in self._waiting
 
     def forget(self, thread_id: int) -> None:
-        """Drop the shares of a thread that hangs; others no longer wait for it."""
+        """Release the lock for a thread that hangs while it holds the lock shared; others no longer wait for it."""
         with self._changed:
             self._sharing = [one for one in self._sharing if one != thread_id]
             self._changed.notify_all()

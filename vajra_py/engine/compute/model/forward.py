@@ -23,7 +23,7 @@ class Forward(Protocol):
 
     name: str
     has_head: bool
-    """True if the pass returns logits; a pipeline stage that is not the last returns an empty tensor [0, vocab]."""
+    """True if the pass returns logits; False if it returns an empty tensor [0, vocab], as in all but the last stage."""
 
     def __call__(
         self,

@@ -13,7 +13,7 @@ Invariants:
     - With the self-check (the default), this forward pass is used only after a comparison with transformers' own on the
       same weights.
     - Building it moves the layers' weights out of transformers' model, so that memory holds them once.
-    - In the last layer only the requested rows are computed after attention.
+    - After the attention of the last layer, only the requested rows are computed.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class FusedForward:
             following = self._norm
             if index + 1 < len(self._layers):
                 following = self._layers[index + 1].attention_norm
-            # Rows that are not requested are dropped. If the numbers are equal, all rows are requested, in order.
+            # Drop the rows that are not requested. If as many are requested as exist, these are all rows, in order.
             elif stage.is_last and rows.shape[0] != token_ids.shape[0]:
                 hidden, attended = hidden[rows], attended[rows]
                 if adapters is not None:

@@ -59,8 +59,8 @@ class Product:
 
 _packed_linear = torch.ops.mkldnn._linear_pointwise.default
 _PACKED_FOR_ROWS = 32
-"""Number of rows of x that the layout is optimised for: layouts for 8 or more rows are equally fast for any number of
-rows (measured)."""
+"""Number of rows of x for which the weight's layout is optimised. With any value from 8 on, the speed is the same, for
+every actual number of rows (measured)."""
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -77,9 +77,9 @@ def can_pack(weight: torch.Tensor) -> bool:
 class Norm:
     """Root-mean-square norm over the last dimension, times a weight unless the next linear layer includes the weight.
 
-    A weight of a wider dtype than the input (Gemma's in half precision) is applied before rounding. On a CPU, half
-    precision is converted once, computed in place in float32 and rounded once, in fewer passes than torch's function
-    needs.
+    A weight of a wider dtype than the input (Gemma's in half precision) is applied before rounding. On a CPU, an input
+    in half precision is converted to float32 once, normalised in place and rounded once. This takes fewer passes over
+    the input than torch's function.
     """
 
     __slots__ = ("_eps", "_native", "_wide_weight", "eps", "is_fused", "is_wide", "weight", "width")
@@ -155,9 +155,9 @@ class Norm:
 
 
 class Rope:
-    """Rotary embedding of one layer type. If `is_complex`, pairs are rotated by multiplying complex numbers.
+    """Rotary embedding of one layer type.
 
-    This is done in float32, and in place if the input is float32.
+    If `is_complex`, pairs are rotated by multiplying complex numbers in float32, in place if the input is float32.
     """
 
     __slots__ = ("_tables", "dim", "is_complex", "kind", "rotary_dim")
@@ -170,9 +170,10 @@ class Rope:
         self.rotary_dim = tables.rotary_dim(kind)
 
     def reorder(self, rows: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return rows [heads * dim, ...] of W_q or W_k with the two members of each rotated pair next to each other.
+        """Return rows [heads * dim, ...] of W_q or W_k in the order that `apply` needs.
 
-        Unless the embedding `is_complex`, the rows keep their order.
+        If the embedding `is_complex`, the two members of each rotated pair are next to each other; otherwise, the rows
+        keep their order.
         """
         if not self.is_complex:
             return rows

@@ -91,7 +91,7 @@ class KvMemory:
                 part.copy_(torch.index_select(words, 1, ids))
 
     def import_blocks(self, block_ids: Sequence[int], buffer: npt.NDArray[np.uint8]) -> None:
-        """Copy the buffer that `export_blocks` has filled into these blocks."""
+        """Copy a buffer, filled by `export_blocks`, into these blocks."""
         for words, part, ids in self._parts(block_ids, buffer):
             words.index_copy_(1, ids, part.to(words.device))
 

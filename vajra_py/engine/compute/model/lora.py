@@ -92,7 +92,7 @@ class AdaptedProduct(Product):
     def add_to(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """See `Product`."""
         hidden = super().add_to(hidden, x)
-        # If the output is not added in place, `super().add_to` has called `__call__`, which adds the adapters' terms.
+        # An addition in place bypasses `__call__`, so the adapters' terms are added here.
         if self.adds_in_place and self._rows.groups:
             self._add(hidden, x)
         return hidden

@@ -55,8 +55,8 @@ def prepare(options: RunnerOptions, ranks: Ranks) -> PreparedModel:
     loaded = load_model(options, on_host=ranks.divides_layers)
     with LOADING.shared():
         prepared = _prepared(loaded, options, ranks, device)
-    # It may turn out that the fused forward pass cannot be used only after the weights were moved out of the model.
-    # The model is then loaded again, without that pass.
+    # If the fused forward pass turns out to be unusable after the weights were moved out of the model, the model is
+    # loaded again, without that pass.
     return prepared or prepare(replace(options, fused=False), ranks)
 
 

@@ -49,7 +49,7 @@ class Ranks:
         return [replace(self.shard.layer(one), layer_index=index) for index, one in enumerate(own)]
 
     def part(self, step: StepInput) -> StepInput:
-        """Return this rank's part of a step; its chunks sample only if this rank samples their tokens."""
+        """Return this rank's part of a step; `samples` stays set only in chunks whose token is sampled on this rank."""
         groups = self.groups
         if groups is None and self.stage.is_last:
             return step

@@ -1,4 +1,4 @@
-"""Repeat the expert choices of a model's routers from one forward pass in another.
+"""Make a model's routers choose the same experts in one forward pass as in an earlier one.
 
 In 16 bits, two correct ways to compute the same hidden states differ by rounding errors. Where a router scores two
 experts almost equally, such an error is enough to choose the other expert, and from there on the logits differ by
@@ -27,7 +27,7 @@ number of experts."""
 
 
 class Routing:
-    """Choices of every router: the indices that `torch.topk` of each token's scores returned."""
+    """Experts that each router chose in a pass: the indices that `torch.topk` returned for each token's scores."""
 
     def __init__(self) -> None:
         self._chosen: dict[_Call, torch.Tensor] = {}

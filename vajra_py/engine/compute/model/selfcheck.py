@@ -104,7 +104,7 @@ def _paged(
     tokens = [ids.to(device) for ids in _tokens(loaded)]
     tables = [[7, 2, 11], [4, 0, 9, 1, 6], [3, 10]]
     memory = KvMemory(layers, (12, 0, _BLOCK), loaded.dtype, device)
-    # With large values in the unwritten memory, a read of KV that no step has written changes the logits.
+    # The memory is filled with large values, so that a read of KV that no step has written changes the logits visibly.
     for k_cache, v_cache in memory.caches:
         k_cache.fill_(1e3)
         v_cache.fill_(1e3)

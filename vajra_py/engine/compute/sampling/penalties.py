@@ -55,7 +55,7 @@ class Histories:
         self._free.append(history)
 
     def count(self, histories: Ints, tokens: torch.Tensor) -> None:
-        """For each k, append `tokens[k]` (int64 [R]) to the history in row `histories[k]`; skip if either is -1."""
+        """For each k, append `tokens[k]` (int64 [R]) to the history in row `histories[k]`, unless one of them is -1."""
         kept = np.flatnonzero(histories >= 0)
         if not kept.size:
             return

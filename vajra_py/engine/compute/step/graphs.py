@@ -9,8 +9,8 @@ Invariants:
       addresses never change.
     - A padding row has KV length 0 and write slot -1, so it touches no KV; it reads and writes its token in the extra
       entry of `last_tokens`.
-    - Launch sizes depend on bounds that are the same for every batch of a size; attention divides its work on the
-      device, according to the actual lengths.
+    - Launch sizes depend on bounds that are the same for all batches with the same captured size; attention divides
+      its work on the device, according to the actual lengths.
     - If capturing fails, steps run without graphs, and the reason is logged.
 """
 

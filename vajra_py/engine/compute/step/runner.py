@@ -247,7 +247,7 @@ class TorchRunner:
     ) -> None:
         """See `KvRunner`."""
         memory = self._allocated("KV copy")
-        self.begin_ahead()  # submit it first: a decode of an ended request may write a block that is imported below
+        self.begin_ahead()  # decodes first: that of an ended request may write a block that is imported below
         with _as_errors(self._model.device), current(self._model.device):
             self._copy(copies, memory)
             memory.import_blocks(block_ids, buffer)
@@ -414,8 +414,8 @@ class TorchRunner:
         if groups is None:
             memory.copy(copies)
             return
-        # Groups share host blocks, so one group may write a block that another has read or freed in earlier copies. So
-        # all groups complete their copies in one direction before any group begins those in the other direction.
+        # Groups share host blocks, so a copy of one group may write a block that another group's earlier copy reads.
+        # So all groups complete their copies in one direction before any group begins those in the other direction.
         for _, run in groupby(copies, key=lambda one: one.direction):
             if self._model.device.type == "cuda":
                 torch.cuda.synchronize(self._model.device)

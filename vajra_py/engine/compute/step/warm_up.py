@@ -56,8 +56,9 @@ def _attention(model: PreparedModel, memory: KvMemory, options: RunnerOptions) -
 def _steps(model: PreparedModel, options: RunnerOptions, ranks: Ranks) -> Iterator[StepInput]:
     """Yield steps that together use every kernel of a forward pass.
 
-    They are a step of two tokens within this rank's KV group and, with several groups, a step that also has a request
-    spread over as many groups as possible. The kernel that merges the results of fewer groups is run here directly.
+    The first step has one request of two tokens, within this rank's KV group. With several groups, a second step also
+    has a request spread over as many groups as possible. The kernel that merges the results of fewer groups is run here
+    directly.
     """
     if ranks.groups is None:
         yield StepInput([Chunk(0, [0, 0], 0, True)])
