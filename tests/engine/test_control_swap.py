@@ -23,6 +23,7 @@ from vajra_py.experiment.runs.engined import EngineRun
 from vajra_py.experiment.runs.replay import replay
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
+from vajra_py.plugins import load_registry
 from vajra_py.runtime.records.input_log import PolicyChange, Swap, read_inputs
 from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.runtime.serving.policy_swap import Swapped
@@ -222,6 +223,16 @@ def test_a_program_swaps_between_two_lists(hollow_model: Path) -> None:
             with pytest.raises(ConfigError, match=text):
                 llm.swap_policy(layer, policy)
         assert llm.swap_policy(Layer.REPLICA_SCHEDULER, "vllm_v1").old_params["chunk_size"] == 7
+
+
+@pytest.mark.parametrize("name", load_registry().policies(Layer.REQUEST_PRIORITIZER))
+def test_a_prioritizer_that_needs_nothing_else_can_be_swapped_in(name: str, hollow_model: Path) -> None:
+    with LLM(hollow_model, SETTINGS, load=FakeRunner) as llm:
+        try:
+            llm.swap_policy("request_prioritizer", name)
+        except ConfigError:
+            return  # it needs programs, predictions or another replica scheduler
+        assert llm.generate(PROMPTS[:1], GREEDY)[0].finish_reason == "length"
 
 
 def test_a_program_swaps_while_tasks_are_served(hollow_model: Path) -> None:

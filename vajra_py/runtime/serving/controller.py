@@ -172,8 +172,6 @@ class Controller:
         request.hashes = make_hashes(replicaset.bounds.block_size)
         for observer in self._observers:
             observer.on_arrival(request, seconds)
-        for notify in replicaset.listeners.arrivals:
-            notify((request,), seconds)
         return request, replicaset.accept(request, now)
 
     # The admission policy
@@ -229,8 +227,6 @@ class Controller:
         if detail is not None:
             self._turn_away(request, detail, now)
             return None
-        for notify in replicaset.listeners.arrivals:
-            notify((request,), seconds)
         return replicaset.accept(request, now)
 
     def _why_not_there(self, gate: AdmissionGate, deferral: Deferral, replicaset: Replicaset, now: float) -> str | None:

@@ -465,7 +465,13 @@ class Replicaset:
         return self.shared.num_tokens + held_back + sum(replica.queue.num_tokens for replica in self.replicas)
 
     def accept(self, request: Request, now: int) -> Replica | None:
-        """Queue an accepted request; return the replica to which it is bound, None if it is in the shared queue."""
+        """Notify policies of an accepted request and queue it; return the replica to which it is bound, None if it is in
+        the shared queue.
+        """
+        if self.listeners.arrivals:
+            seconds = to_seconds(now)
+            for notify in self.listeners.arrivals:
+                notify((request,), seconds)
         request.move_to(RequestState.WAITING)
         request.caches = self
         return self.place(request, now)
