@@ -41,7 +41,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers for a full disk or an exhausted quota. The exception of such a write does not name the file."""
+"""Error numbers of a write to a full disk or beyond a quota; the `OSError` of such a write names no file."""
 
 
 class LazyCommands(click.Group):

@@ -29,7 +29,7 @@ from vajra_py.experiment.runs.pool import INTERRUPTED, End, RunTask, TaskProgres
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _EMPTY_POLLS = 300
-"""Number of consecutive polls (about a minute) without any CPU in the cluster after which the pool fails."""
+"""Maximum number of consecutive polls (about a minute) that find no CPU in the cluster; after more, the pool fails."""
 MOST_LOSSES = 3
 """Maximum number of times that a run's worker or node may be lost."""
 _REMOVE_S = 2.0

@@ -58,8 +58,10 @@ class Rank:
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def export_kv(self, number: int, block_ids: Sequence[int]) -> tuple[RankCopy | BaseException, Any]:
-        """Copy KV blocks into the object store; return (completion message, the blocks' bytes, which the caller gets as
-        a reference).
+        """Copy KV blocks into the object store.
+
+        Return two results: the completion message (or the error), and the bytes of the blocks (None after an error).
+        The caller gets the bytes as a reference into the object store.
         """
         try:
             return RankCopy(number, part=True), exported(cast(KvRunner, self._runner), block_ids)

@@ -172,7 +172,7 @@ class RayWorker:
             self._expect(rank, done)
 
     def close(self) -> None:
-        """End the actors, and free their place on the cluster; see `Worker`."""
+        """End the actors, and release the resources that the placement group reserves for them; see `Worker`."""
         from ray.util.placement_group import remove_placement_group
 
         with self._closes:

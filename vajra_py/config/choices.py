@@ -396,8 +396,8 @@ class PluginParts:
     def _validated_workload(self, given: Any) -> Any:
         """Return the workload as an instance of its model; None if it is wrong.
 
-        The class for the workload's `type` is tried first. The union of all classes is built only if this fails, to
-        explain the mistake, because building it takes as long as reading a file.
+        The class for the workload's `type` is tried first. Building the union of all classes takes as long as reading a
+        file, so it is built only to explain the mistake in a wrong workload.
         """
         from vajra_py.workload.kinds import kind_of_workload
 

@@ -201,8 +201,10 @@ def _summary(summary: str, package: str, version: str) -> str:
 
 
 def _embedded(adapter: TypeAdapter[Any], definitions: Schema) -> Schema:
-    """Return a model's schema without its definitions, which are moved into `definitions`. All of them are renamed if
-    `definitions` has a different one of the same name, since the others may refer to this one.
+    """Return a model's schema without its definitions, which are moved into `definitions`.
+
+    If `definitions` already has a different definition under any of their names, all of the model's definitions are
+    renamed, since they may refer to one another.
     """
     schema = adapter.json_schema(mode="validation")
     inner: Schema = schema.pop("$defs", {})

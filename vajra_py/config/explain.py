@@ -96,7 +96,7 @@ def _text(complaints: Sequence[Mapping[str, Any]], annotation: Any) -> tuple[str
 
 
 def _message(each: Mapping[str, Any], annotation: Any) -> tuple[str, str | None]:
-    """Return (problem, allowed values) of one error."""
+    """Return two texts for one error: the problem, and the allowed values (None if they cannot be listed)."""
     kind, value = str(each["type"]), each["input"]
     context: Mapping[str, Any] = each.get("ctx") or {}
     if kind == "missing":

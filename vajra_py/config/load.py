@@ -140,10 +140,11 @@ def dump_effective(config: SystemConfig) -> str:
 
 
 def effective_settings(config: SystemConfig) -> dict[str, Any]:
-    """Return the experiment as plain values with defaults and nulls; `config_from_mapping` gives an equal experiment.
+    """Return the experiment as plain values; `config_from_mapping` builds an equal experiment from them.
 
-    Unset sections are left out, and so are `pools`, `hand_off`, `links` and `migration` at their defaults. For a sweep,
-    return the experiment as written with overrides applied, because defaults differ between points.
+    Defaults and nulls are kept. Unset sections are left out, and so are `pools`, `hand_off`, `links` and `migration`
+    at their defaults. For a sweep, return the experiment as written with overrides applied, because defaults differ
+    between points.
     """
     source = config._source
     if isinstance(config, ExperimentConfig) and not config.is_single and isinstance(source, Source):

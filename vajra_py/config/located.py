@@ -19,7 +19,10 @@ _PATH = re.compile(r"[a-z_]+(\.[\w-]+)*")
 
 @contextmanager
 def naming_lines(config: SystemConfig) -> Iterator[None]:
-    """Add file and line to the problems of a `ConfigError` raised in the block, where a file contains the setting."""
+    """Add file and line to the problems of a `ConfigError` that is raised in the block.
+
+    A problem stays unchanged if its setting is not in a file.
+    """
     try:
         yield
     except WorkloadError:

@@ -217,7 +217,7 @@ class PoolConfig(Section):
 
     @property
     def most_replicas(self) -> int:
-        """Maximum number of replicas that can be up at once; this number is built."""
+        """Maximum number of replicas that can be up at once, which is also the number of replicas that are built."""
         most = None if self.elastic is None else self.elastic.max_replicas
         return most or self.num_replicas
 

@@ -205,7 +205,8 @@ class SimulatorConfig(Section):
         default_factory=lambda: TypedChoice(type="none"), description="Predictor of output lengths for policies."
     )
     horizon_s: PositiveSeconds | None = Field(
-        None, description="Simulated time after which the run ends, seconds; null: when everything is served."
+        None,
+        description="Simulated time after which no request arrives, seconds; null: all requests arrive. Without `drain`, the run also ends at this time.",
     )
     warmup_s: Seconds = Field(
         0.0, description="Time before which arriving requests are served but not counted, seconds."

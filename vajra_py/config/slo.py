@@ -20,7 +20,7 @@ from vajra_py.errors import did_you_mean
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 LATENCIES: Mapping[str, str] = {"ttft": "ttft_s", "tbt": "tbt_s", "tpot": "tpot_s", "e2e": "e2e_s", "queue": "queue_s"}
-"""Latencies of which an expression takes a statistic, by name, with each latency's path in a group of the summary."""
+"""Path of each latency in a group of the summary, by the latency's name in expressions."""
 NUMBERS: Mapping[str, str] = {
     "attainment": "slo.overall.attainment_fraction",
     "ttft_attainment": "slo.ttft.attainment_fraction",
@@ -31,13 +31,13 @@ NUMBERS: Mapping[str, str] = {
     "throughput": "throughput.requests_per_s",
     "preemptions": "preemptions.per_request",
 }
-"""Scalar metrics of a run by name, with each metric's path in a group of the summary."""
+"""Path of each scalar metric in a group of the summary, by the metric's name in expressions."""
 GROUPS = ("by_slo_class", "by_tenant", "by_replicaset")
 WORST = 3.0
 """Maximum absolute value of a slack: reached if a metric is off by a factor of twenty, or has no value."""
 
 Value: TypeAlias = Callable[[str], "float | None"]
-"""Function that reads a dotted path of a run's summary."""
+"""Function that returns the value at a dotted path of a run's summary; None if there is none."""
 
 
 class SloMetric(Struct, frozen=True):

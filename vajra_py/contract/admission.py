@@ -45,8 +45,8 @@ class Defer:
     """True if the deferred requests behind this one wait until this one is no longer deferred.
 
     The requests behind this one are those of the same replicaset that follow by priority, then by submission. When the
-    policy is woken or a request ends, the policy is called for the requests behind this one only if it no longer defers
-    this one. No effect if `until` is set.
+    policy is woken or a request ends, the policy is called for this request. It is then called for the requests behind
+    this one only if it no longer defers this one. No effect if `until` is set.
     """
 
 

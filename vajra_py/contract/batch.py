@@ -54,7 +54,7 @@ class BatchBuilder(Protocol):
     It enforces the limits of token budget, batch size, memory and KV-parallel groups, and leaves out requests in
     flight. An operation that a limit does not allow is refused with a reason; an invalid one (zero tokens, more tokens
     than remain, a request of another replica) raises `ValueError`. The mechanism turns this error into a `PolicyError`
-    that names the policy and ends the run, or, in a server, takes the replicaset out of service.
+    that names the policy. A `PolicyError` ends the run; in a server, it takes the replicaset out of service instead.
     """
 
     @property
@@ -198,6 +198,7 @@ class BatchBuilder(Protocol):
         """Return the predicted duration in seconds of the batch with `num_tokens` more tokens of the request; O(1)."""
 
     def note(self, request: RequestView, **scores: float | int | str) -> None:
-        """Write scores about a request to the decision log, to explain a decision. Raises `ValueError` for a score that is
-        no finite number, text or truth value.
+        """Write scores about a request to the decision log, to explain a decision.
+
+        A score is a finite number, a text or a truth value; raises `ValueError` for anything else.
         """

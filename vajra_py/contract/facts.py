@@ -24,7 +24,7 @@ INTEGER_LIMITS = -(2**31), 2**31 - 1
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Return True for an int or float, but no bool, that has a finite value as a float."""
+    """Return True for an int or a float whose value as a float is finite; a bool does not count as a number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 

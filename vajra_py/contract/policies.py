@@ -260,7 +260,9 @@ class ChunksSoloPrompts(Protocol):
 
 
 SoloChunkSize: TypeAlias = Callable[[int, int], int]
-"""Function from the numbers of (done, remaining) tokens of a prompt to the size of its next chunk in tokens."""
+"""Function that takes the numbers of done and remaining tokens of a prompt, and returns the size of the prompt's next
+chunk in tokens.
+"""
 
 
 @runtime_checkable
@@ -273,11 +275,11 @@ class RefusesRequests(Protocol):
     def refuses(self, request: RequestView, replica: ReplicaLoadView, now: float) -> str | None:
         """Return the reason why the request, or others because of it, might wait for ever; None if this cannot happen.
 
-        Called before the request is queued, on the scheduler of one replica after another, among those that could serve
-        it, until one returns None. If none does, the request is refused, and the client gets the first reason. A
-        preempted request must be able to resume, so consider its largest length, `num_prompt_tokens + max_tokens - 1`
-        tokens to compute. The result must not depend on load, since requests that could be served later would otherwise
-        be refused. Use `BatchBuilder.drop` for requests that already wait.
+        Called before the request is queued. The schedulers of the replicas that could serve the request are asked one
+        after another, until one returns None. If none does, the request is refused, and the client gets the first
+        reason. A preempted request must be able to resume, so consider its largest length, `num_prompt_tokens +
+        max_tokens - 1` tokens to compute. The result must not depend on load, since requests that could be served later
+        would otherwise be refused. Use `BatchBuilder.drop` for requests that already wait.
         """
 
 
@@ -317,9 +319,10 @@ class SchedulerTraits:
     `NOTHING_WAITS`), a request ends, or a decode lacks a block. A simulator then computes the equal steps at once.
     """
     reads_load: bool = True
-    """False if `assign` reads only `replica_id` and `is_up` of the replicas; for replicaset schedulers.
+    """True if `assign` may read any figure of the replicas; for replicaset schedulers.
 
-    A simulator then need not update every replica at each arrival.
+    False if `assign` reads only `replica_id` and `is_up`. A simulator then need not update every replica at each
+    arrival.
     """
     needs_slack: bool = False
     """True if a replica scheduler requires slack: building it fails if the prioritizer lacks `PredictsSlack`."""

@@ -99,7 +99,7 @@ class ExpiresContent(Protocol):
     def expires_at(self, block: CachedBlock) -> float | None:
         """Return the time from which an idle block can no longer be hit, seconds on the run's clock; None: no expiry.
 
-        Read when the block becomes idle. A block that other cached blocks continue expires only after those blocks.
+        Read when the block becomes idle. A block expires only after the cached blocks that continue it.
         """
 
 

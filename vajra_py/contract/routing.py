@@ -62,7 +62,7 @@ class LeavesOutPools(Protocol):
     """
 
     def may_take(self, pool: str, role: str) -> bool:
-        """Return False if no request is ever sent to replicas of this pool; `role` is the value of its `PoolRole`."""
+        """Return True if requests may be sent to replicas of this pool; `role` is the value of its `PoolRole`."""
 
 
 @runtime_checkable

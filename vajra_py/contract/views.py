@@ -15,7 +15,7 @@ is more urgent.
 """
 
 PriorityKey: TypeAlias = tuple[Key, float, int]
-"""A total order: (the prioritizer's key, arrival, submission index); smaller is more urgent."""
+"""Key with tie-breakers: (the prioritizer's key, arrival, submission index); smaller is more urgent."""
 
 
 @dataclass(frozen=True, slots=True)

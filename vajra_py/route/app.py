@@ -110,7 +110,7 @@ class RouteService:
         raise ApiError(404, f"there is nothing at {path}", code="not_found")
 
     async def _models_of_servers(self, scope: Scope) -> Response:
-        """Return the list of the first server that has one; else the last refusal of a server. Raises `ApiError`."""
+        """Return the first list of models that a server answers with, or else the last refusal. Raises `ApiError`."""
         client = self.session.client
         assert client is not None
         headers = passed_on(scope, has_own_keys=self.options.has_keys)
@@ -165,7 +165,7 @@ class RouteService:
         limit = body.max_completion_tokens or body.max_tokens
         if limit == 0:  # allowed with `echo`; the server then computes a token that it does not send
             limit = 1
-        # Servers compute each prompt of a body by itself, so that only the longest one must fit.
+        # Servers treat each prompt of a body as a separate request, so only the longest prompt must fit.
         tokens = prompt_tokens(body, self._tokenizer, self._room_on_every_server - (limit or 1))
         metadata = _plain(body.metadata)
         if body.model:

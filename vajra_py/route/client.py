@@ -84,7 +84,7 @@ class ServerClient:
         return await self._send(connection, b"POST", path, lines + self._lines(headers), body)
 
     def _lines(self, headers: Headers) -> list[bytes]:
-        """Return the lines of a client's headers; its key is left out if the servers have one of their own."""
+        """Return a client's headers as lines, without the client's key if the settings have a key for the servers."""
         return [name + b": " + value for name, value in headers if self._key is None or name != b"authorization"]
 
     async def _send(

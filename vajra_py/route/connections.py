@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import httptools
 
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
-"""Errors of connecting that are no fault of the server."""
+"""Error numbers of attempts to connect that fail because this machine lacks resources; no fault of the server."""
 _MOST_HEAD_BYTES = 2**16
 _MOST_UNREAD_BYTES = 2**18
 """Number of unread bytes of an answer above which reading from its connection is paused."""
@@ -206,7 +206,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._answer: ServerAnswer | None = None
         self._is_wanted = False
-        """False if the rest of the answer is discarded."""
+        """True if the rest of the answer is passed on; False if it is discarded."""
         self._num_head_bytes = 0
         self._has_length = False
         """True if the headers determine where the body ends; False if it ends when the server closes the connection."""

@@ -42,7 +42,7 @@ from vajra_py.runtime.support.clock import NEVER, TICKS_PER_SECOND
 AGAIN = "again"
 """`Answer.end` of a request that is placed again because its server failed before the first token."""
 PROMPT = "prompt"
-"""`Answer.end` of a request whose prompt is computed; the request now leaves the server for its decode server."""
+"""`Answer.end` of a request that is done at its prefill server and continues at its decode server."""
 _NANOSECOND = TICKS_PER_SECOND // 10**9
 _NOTHING = StepPlan(0, 0, 0, BatchFeatures(), (), None, 0)
 _NO_RESULT = StepResult()

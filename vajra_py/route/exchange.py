@@ -104,7 +104,7 @@ class Exchange:
             answering.cancel()
 
         leaving = begin(_left(receive))
-        if leaving is None:  # the client left while its body was read
+        if leaving is None:  # the client disconnected while the body of its request was read
             self._session.abort(self.routed)
             return
         leaving.add_done_callback(leave)

@@ -128,10 +128,8 @@ class DrainingServer(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         """Handle signals while the server runs, and ignore them afterwards.
 
-        The exit code thus reflects how the server ended.
-
-        uvicorn's own method restores the earlier handlers and raises the received signals again, so a signal could end
-        the process first.
+        The exit code thus reflects how the server ended. uvicorn's own method restores the earlier handlers and raises
+        the received signals again, so a signal could end the process before it returns this exit code.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -91,7 +91,9 @@ class AcceptedInTrace:
     max_tokens: int | None = None
 
     def __init__(self, accepted: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        """Create the model. `accepted`: for each verification, by request id: (number of output tokens before it,
+        """Create the model.
+
+        `accepted` maps each request id to a list with one entry per verification: (number of output tokens before it,
         number of accepted drafts).
         """
         self._guessed = {name: _guessed(verified) for name, verified in accepted.items()}

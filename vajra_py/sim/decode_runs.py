@@ -36,8 +36,10 @@ class TimesRuns(Protocol):
 
 
 def decode_run_times_s(latency: LatencyModel) -> Callable[[int, int, int], StepTimes]:
-    """Return a function of (number of decodes, sum of their contexts in the first step, number of steps) that returns
-    the duration of each step in seconds.
+    """Return a function that computes the durations of consecutive decode steps, in seconds.
+
+    The function takes the number of decodes, the sum of their contexts (tokens) in the first step, and the number of
+    steps.
     """
     if isinstance(latency, PredictsDecodeRuns):
         return latency.decode_run_times_s

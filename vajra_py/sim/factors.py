@@ -25,7 +25,10 @@ class StepFactors:
         self._blocks: dict[bool, npt.NDArray[np.float64]] = {}
 
     def of(self, first: int, count: int, *, has_prompts: bool) -> npt.NDArray[np.float64]:
-        """Return the factors of `count` steps from index `first` on. `has_prompts`: they all compute prompt tokens."""
+        """Return the factors of `count` steps from index `first` on.
+
+        `has_prompts`: True if all of these steps compute prompt tokens, False if none does.
+        """
         index, at = divmod(first, _BLOCK)
         if at + count <= _BLOCK:
             return self._drawn(index)[has_prompts][at : at + count]

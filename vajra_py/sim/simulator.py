@@ -195,12 +195,12 @@ class Simulator(Backend[SimReplica]):
             driver.advance_to(until)
             for name in self.controller.replicasets:
                 self._fast_forward.interrupt_all(name)
-            if driver.events.heap[0][0] > until:  # otherwise, an interrupted run ends now: handle its end first
+            if driver.events.heap[0][0] > until:  # no event is left now, not even the end of an interrupted run
                 self._submit_arrived()
                 return
 
     def _submit_arrived(self) -> None:
-        """Submit the requests that have arrived, but that the scheduler would see only after the end of the run."""
+        """Submit the requests that have arrived, but that the scheduler would see only after the simulation's end."""
         for _, _, _, _, payload in sorted(self._driver.events.heap, key=lambda event: event[:4]):
             if isinstance(payload, Acceptance):
                 self.on_arrival(structs.replace(payload, is_queued=True))
@@ -268,8 +268,8 @@ class Simulator(Backend[SimReplica]):
     def _next_scheduling(self) -> int:
         """Return the tick at which an async engine schedules a request that arrives now.
 
-        This is the present tick if a replica is idle, else the tick after the end of the step in flight of a busy
-        replica; successive calls use the busy replicas in turn.
+        This is the present tick if a replica is idle. Otherwise, it is the tick after a busy replica's step in flight
+        ends; successive calls use the busy replicas in turn.
         """
         replicas = self._sim_replicas
         if any(one.is_idle for one in replicas):

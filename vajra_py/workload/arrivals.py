@@ -310,14 +310,14 @@ def arrival_times(
     num_requests: int | None = None,
     duration_s: float | None = None,
 ) -> F64:
-    """Return arrival times in seconds: the first `num_requests`, those before `duration_s`, or the fewer of the two.
+    """Return arrival times in seconds: the first `num_requests` arrivals, as far as they are before `duration_s`.
 
-    Without either limit, return all arrivals of piecewise rates that end.
+    A limit that is None does not apply. Without any limit, return all arrivals of piecewise rates that end.
 
     Raises:
         WorkloadError: both limits are missing for a process without an end, `num_requests` is missing for arrivals at
-            once, piecewise rates end before `num_requests` arrivals (without `duration_s`), too many requests arrive,
-            or none.
+            once, piecewise rates end before `num_requests` arrivals (without `duration_s`), or too many requests
+            or no requests arrive.
     """
     ends = isinstance(process, PiecewiseConstant) and not process.repeat
     if num_requests is None and (isinstance(process, AtOnce) or (duration_s is None and not ends)):

@@ -56,8 +56,10 @@ class MergeConfig(WorkloadOptions):
         return parts[0].merge(*parts[1:], share_content=self.share_content)
 
     def mean_rate(self) -> float | None:
-        """Return the rate of all parts together; None if the rate or the duration of any part is unknown, or if the
-        merged workload is cut, because its parts may end at different times.
+        """Return the rate of all parts together; None if the rate or the duration of any part is unknown.
+
+        Also return None if the merged workload is cut: parts may end at different times, so the rate before the cut may
+        differ from the rate of the whole.
         """
         if self.is_cut:
             return None

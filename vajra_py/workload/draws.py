@@ -20,7 +20,7 @@ __all__ = ["Draws"]
 class Draws:
     """Fingerprints of workloads by configuration and seed.
 
-    A file that consecutive configurations or seeds read with the same options is read once.
+    If consecutive configurations or seeds use the same file with the same options, the file is read once.
     """
 
     def __init__(self, base_dir: Path) -> None:

@@ -96,7 +96,7 @@ SAMPLING_OPTIONS = frozenset({"window", "window_s", "bootstrap", "thin"})
 
 
 class TraceOptions(FileOptions):
-    """Options of traces whose rows may be out of order, or have no tokens."""
+    """Options of traces whose rows may be out of order, or may have 0 prompt or output tokens."""
 
     sort: bool = Field(False, description="Sort requests by arrival; otherwise times out of order are an error.")
     drop_empty: bool = Field(

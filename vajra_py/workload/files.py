@@ -117,7 +117,7 @@ def iter_json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except json.JSONDecodeError as error:
             message = f"is not valid JSON: {error.msg} at column {error.colno} ({line.strip()[:40]!r})"
             raise WorkloadError(file, number, message, "One JSON object a line") from None
-        except ValueError:  # Python does not convert a number of so many digits
+        except ValueError:  # Python refuses to convert numbers of more than 4300 digits
             message = f"is not valid JSON: has a number of too many digits ({line.strip()[:40]!r})"
             raise WorkloadError(file, number, message, "Numbers of at most 4300 digits") from None
         except RecursionError:

@@ -40,7 +40,7 @@ class Followers:
 def problem_with_parents(
     request_id: str, parents: Sequence[str], earlier: Container[str], parents_of: Mapping[str, Sequence[str]]
 ) -> tuple[str, str] | None:
-    """Return (fault of a request's parents, allowed values) as text; None if there is no fault.
+    """Return two texts, the fault of a request's parents and the allowed values; None if there is no fault.
 
     Args:
         request_id: id of the request.

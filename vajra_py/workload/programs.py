@@ -189,7 +189,7 @@ def programs_workload(
 
 
 def nominal_arrivals(graph: CallGraph, starts: F64, delay_s: F64) -> tuple[F64, I64]:
-    """Return (nominal arrival time in seconds, position in the order of these times) of each call, as two arrays.
+    """Return two arrays with an entry per call: its nominal arrival time in seconds, and its position in time order.
 
     Nominally, answers take no time: a call arrives at its program's start plus the longest path of delays to the call.
     """
@@ -210,7 +210,11 @@ def stated_of(graph: CallGraph, programs: StringColumn) -> dict[str, FactColumn]
 
 
 def _declared(declares: Sequence[Declared], graph: CallGraph, delay_s: F64) -> dict[str, FactColumn]:
-    """Return the columns of the facts in `declares`, and empty `parent_calls` if parents are not declared."""
+    """Return the columns of the facts in `declares`.
+
+    If parents are not declared, `parent_calls` is empty for every call. If they are, the column is left out: this
+    means that every call states its parents.
+    """
     size = len(graph.programs)
     children: list[list[int]] = [[] for _ in range(size)]
     for row, parents in enumerate(graph.parents):

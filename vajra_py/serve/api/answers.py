@@ -93,7 +93,10 @@ def usage(streams: Sequence[OutputStream], num_per_prompt: int) -> dict[str, Any
 
 @dataclass(slots=True)
 class _Sent:
-    """Amount of an output that was already sent, and the bytes around the text in a chunk that contains only text."""
+    """Amount of an output that was already sent.
+
+    `frame` holds the bytes before and after the text of a chunk if chunks contain only text; otherwise it is None.
+    """
 
     num_tokens: int = 0
     num_characters: int = 0
@@ -112,7 +115,7 @@ class Answer:
         body: body of the request.
         response: outputs of the request.
         tokenizer: tokenizer of the model; None if it has none.
-        echoes: texts of the prompts, if answers begin with them.
+        echoes: texts of the prompts if answers begin with them; otherwise empty.
     """
 
     name: str

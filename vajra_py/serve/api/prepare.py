@@ -50,7 +50,7 @@ class PreparedRequest:
     Attributes:
         response: outputs to submit.
         tokenizer: tokenizer of the model; None if it has none.
-        echoes: texts of the prompts, if answers begin with them.
+        echoes: texts of the prompts if answers begin with them; otherwise empty.
     """
 
     response: ResponseState
@@ -192,8 +192,8 @@ class Preparer:
         """Refuse, with status 400, a request whose outputs do not fit even into an empty queue.
 
         `Replicaset.refusal` applies the same bounds to one output at a time and to the present queue, and refuses with
-        status 429, since a retry may succeed. It cannot detect that the outputs of one HTTP request together never fit
-        into a queue, so that every retry would fail too.
+        status 429, since a retry may succeed. That check cannot detect that the outputs of one HTTP request together
+        never fit into a queue, so that every retry would fail too.
         """
         limits = self._session.admission(replicaset)
         most, most_tokens = limits.max_queued_requests, limits.max_queued_tokens
@@ -243,8 +243,8 @@ def _seed_of(wanted: int | None, drawn: int, index: int) -> int:
 def _salt(tenant: str, cache_salt: str) -> str:
     """Return the salt of block hashes for a tenant's requests with this `cache_salt`.
 
-    It is longer than any tenant's name, so that it never equals a default salt, which is a tenant's name or empty. It
-    does not reveal `cache_salt`.
+    The salt is longer than any tenant's name, so it never equals a default salt, which is a tenant's name or empty.
+    It does not reveal `cache_salt`.
     """
     return hashlib.blake2b(json.dumps([tenant, cache_salt]).encode()).hexdigest() * 4
 

@@ -69,7 +69,7 @@ class _Keys:
         return hashlib.blake2b(key, key=self._secret).digest()
 
     def find(self, given: bytes) -> tuple[bool, str | None]:
-        """Return (True if the key is valid, the key's tenant); None as tenant if the key has none or is invalid."""
+        """Return True if the key is valid, and its tenant; the tenant is None if the key has none or is invalid."""
         digest = self._digest(given)
         return digest in self._tenants, self._tenants.get(digest)
 

@@ -205,8 +205,7 @@ class Connection(HttpToolsProtocol):
         self.was_made = False
         """True once `connection_made` was called; only then will `connection_lost` be called."""
         self._unsent = self._undelivered = 0
-        """Number of bytes at the last check that were not passed to the kernel, and that the kernel had not delivered.
-        """
+        """Numbers of bytes at the last check: not yet passed to the kernel, and not yet delivered by the kernel."""
         self._unsent_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -276,7 +275,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _asks_to_upgrade(self) -> bool:
-        """True if the current request asks for another protocol. A CONNECT does not: no parser reads a body there."""
+        """True if the current request asks for another protocol; False for CONNECT, whose body no parser reads."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _ordinary_head(self) -> bytes:
@@ -287,7 +286,7 @@ class Connection(HttpToolsProtocol):
 
     def _renew_parser(self) -> None:
         self.parser = httptools.HttpRequestParser(self)
-        with suppress(AttributeError):  # as uvicorn does: versions before 0.6.3 have no such setting
+        with suppress(AttributeError):  # as uvicorn does: httptools before 0.6.3 has no such setting
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _read_ahead(self) -> None:
@@ -383,7 +382,7 @@ class Connection(HttpToolsProtocol):
             self._enter(Phase.END)
             self._unparsed.clear()
             held: object = self._running.transport
-            if isinstance(held, _HeldHead):  # an answer to HEAD has no body, which would send the head
+            if isinstance(held, _HeldHead):  # an answer to HEAD has no body with which its head would be sent
                 held.flush()
             if self.transport.can_write_eof():
                 self.transport.write_eof()

@@ -30,8 +30,9 @@ def live(controller: Controller, stats: ServerStats, catalogue: Catalogue) -> di
 def server_health(session: EngineSession) -> dict[str, Any]:
     """Return the health line of the dashboard: `status`, `level` and `detail`.
 
-    `level` is bad if a ready session serves nothing or the session has ended, good if everything is served, else
-    degraded (also while the engine is being loaded).
+    `level` is "bad" if the session has ended, or if it is ready but serves nothing. It is "good" if the session is
+    ready and every replicaset and replica serves. Otherwise, for example while the engine is being loaded, it is
+    "degraded".
     """
     state, unavailable = session.state, session.unavailable()
     replicas = 0 if session.engine is None else len(session.engine.replicas)

@@ -33,7 +33,7 @@ class _Calls:
 
     graph: CallGraph = field(default_factory=CallGraph.empty)
     ids: dict[str, int] = field(default_factory=dict)
-    """Line of each request's id, in the order of the calls."""
+    """Line of the file for each request id, in the order of the calls."""
     prompts: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     delays: list[float] = field(default_factory=list)
