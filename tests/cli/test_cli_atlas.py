@@ -318,3 +318,12 @@ def test_the_default_policies_fit_the_default_workloads() -> None:
     assert [plan.name for plan in plans] == list(WORKLOADS)
     assert {len(plan.places) for plan in plans} == {(1 + len(DEFAULT_POLICIES)) * 3}
     assert all(part.statement and part.advice for card in cards_of(entries, registry) for part in card.parts)
+
+
+def test_loads_ascend_whatever_their_order_in_the_file(queue: Path, tmp_path: Path) -> None:
+    queue.write_text(WORKLOAD.replace("[2, 2.8]", "[2.8, 2]").replace("num_requests: 60", "num_requests: 20"))
+    registry = load_registry()
+    baseline, others = entries_of(["sjf"], [], DEFAULT_BASELINE, registry)
+    asked = Request(baseline, others, [str(queue)], replications=1, out=tmp_path / "out")
+    (found,) = run_atlas(asked, plans_of(asked, registry), registry, Execution(workers=1)).workloads
+    assert list(found.loads) == ["2", "2.8"]

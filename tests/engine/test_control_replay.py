@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,12 @@ from vajra_py.engine.worker import ReplicaKey
 from vajra_py.errors import RunError
 from vajra_py.experiment.runs.backend import Backend, Run
 from vajra_py.experiment.runs.engined import EngineRun
-from vajra_py.experiment.runs.replay import replay
+from vajra_py.experiment.runs.replay import _compare_violations, replay
 from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.runs.run_data import RunData
 from vajra_py.plugins import build_registry, load_registry
 from vajra_py.runtime.records.decision_reader import read_decisions
+from vajra_py.runtime.records.input_log import PolicyViolation
 from vajra_py.runtime.records.json_lines import read_rows
 from vajra_py.runtime.records.retention_log import RETENTION_FILE, read_retention
 from vajra_py.workload import PromptContent, RequestSpec, Workload, write_jsonl
@@ -520,3 +522,12 @@ def test_a_simulation_is_not_replayed(tmp_path: Path) -> None:
     run_experiment(config_from_mapping(mapping), folder=tmp_path / "run")
     with pytest.raises(RunError, match="is a run of the simulator"):
         replay(tmp_path / "run")
+
+
+def test_violations_at_another_place_in_the_code_are_equal() -> None:
+    recorded: Any = SimpleNamespace(inputs=[PolicyViolation(7, "a", "policy x: ValueError: no (lab/x.py:3 in key)")])
+    assert _compare_violations(recorded, [(7, "a", "policy x: ValueError: no (/there/lab/x.py:9 in key)")]) is None
+    difference = _compare_violations(recorded, [(7, "a", "policy x: KeyError: 3 (lab/x.py:3 in key)")])
+    assert difference is not None
+    assert "ValueError: no" in difference
+    assert "KeyError: 3" in difference

@@ -16,6 +16,7 @@ from vajra_py.metrics.comparison.intervals import positive_interval
 from vajra_py.metrics.plots.style import draw_at, new_figure
 from vajra_py.metrics.report.figure_files import COLUMN_IN, figure_data, write_figures
 from vajra_py.metrics.report.figures import FIGURES
+from vajra_py.metrics.report.report import write_report
 from vajra_py.metrics.runs.run_data import RunData
 
 Make = Callable[..., RunData]
@@ -182,3 +183,13 @@ def test_what_there_is_not_is_said(make_run: Make, tmp_path: Path) -> None:
         write_figures([make_run(name="one")], tmp_path, only=("latency_cdf",))
     with pytest.raises(RunError, match=r"not a format for files \('eps'\)"):
         write_figures([make_run(name="one")], tmp_path, formats=("eps",))
+
+
+def test_names_of_tenants_are_drawn_and_written_as_they_are(make_run: Make, tmp_path: Path) -> None:
+    tenants = ("a$\\frac$b", "_u", "plain")
+    run = make_run(name="tenants", tenants=tenants)
+    write_report([run], tmp_path / "report.html")
+    write_figures([run], tmp_path, formats=("svg",), only=["service_by_tenant"])
+    rows = csv.DictReader((tmp_path / "service_by_tenant.csv").read_text().splitlines())
+    assert {row["series"] for row in rows} == set(tenants)
+    assert "a$\\frac$b" in (tmp_path / "service_by_tenant.svg").read_text()

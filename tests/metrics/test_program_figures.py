@@ -147,3 +147,12 @@ def test_a_run_without_programs_has_nothing_of_them(tmp_path: Path) -> None:
     write_report([data], page)
     assert "Programs" not in page.read_text()
     assert [row["program_id"] for row in data.requests("program_id").to_pylist()] == ["", ""]
+
+
+def test_a_run_with_adapters_and_no_programs_has_no_table_of_programs(tmp_path: Path) -> None:
+    models = [{"name": "french", "num_blocks": 2, "load_s": 0.0}]
+    replica = {"max_batch_size": 8, "memory": {"num_blocks": 64}, "adapters": {"max_loras": 1, "models": models}}
+    data = run(tmp_path, [RequestSpec("a", 0.0, 8, 3, adapter="french"), RequestSpec("b", 1.0, 8, 3)], replica=replica)
+    assert [row["adapter"] for row in data.requests("adapter").to_pylist()] == ["french", ""]
+    assert not data.has_programs
+    assert "programs" not in data.summary.data

@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.experiment.small import SMALL
+from vajra_py.config import config_from_mapping
 from vajra_py.errors import RunError
+from vajra_py.experiment.runs.run import run_experiment
 from vajra_py.metrics.report.timeline import TimelineOptions, timeline_events, write_timeline
 from vajra_py.metrics.runs.run_data import RunData
 
@@ -158,3 +161,14 @@ def test_an_empty_run_has_an_empty_timeline(make_run: Make, tmp_path: Path) -> N
     write_timeline(make_run(name="empty", num_requests=0), tmp_path / "t.json")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M"}
+
+
+def test_decodes_with_drafts_are_no_prefills(tmp_path: Path) -> None:
+    simulator = {**SMALL["backend"]["simulator"], "drafts": {"rate": 0.5}}
+    settings = {"replica": {**SMALL["replica"], "draft": {"num_tokens": 3}}, "backend": {"simulator": simulator}}
+    run = run_experiment(config_from_mapping({**SMALL, **settings}), folder=tmp_path / "run")
+    for row in run.requests("request_id", "num_prompt_tokens", "num_output_tokens").to_pylist():
+        spans = request_spans(run)[row["request_id"]]
+        prefills = [span["args"]["tokens"] for span in spans if span["name"].startswith("prefill")]
+        assert sum(prefills) == row["num_prompt_tokens"]
+        assert any(span["name"].startswith("decode") for span in spans) == (row["num_output_tokens"] > 1)

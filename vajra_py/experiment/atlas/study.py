@@ -243,6 +243,7 @@ def _compared(plan: Plan, runs: Sequence[RunData], asked: Request) -> WorkloadCo
     names = tuple(named[i] for i in range(len(settings)))
     comparison = structs.replace(comparison, names=names, primary=present or tuple(keys))
     description = str(runs[0].config.get("description") or "")
-    return WorkloadComparison(
+    found = WorkloadComparison(
         plan.name, description, comparison, [entry.name for entry in asked.rows], plan.loads, positions
     )
+    return replace(found, loads=sorted(plan.loads, key=lambda load: found.offered(load) or 0.0))

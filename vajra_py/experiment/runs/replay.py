@@ -8,6 +8,7 @@ A policy that depends on anything besides its inputs, or a mechanism with differ
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -76,6 +77,7 @@ _RECURRING = PolicyViolation | StageEnd | Answer | ServerReport | CacheReport | 
 _Config = TypeVar("_Config", bound=SystemConfig)
 _NANOSECOND = TICKS_PER_SECOND // 10**9
 _NEVER_CAME_BACK = 10**6 * TICKS_PER_SECOND
+_PLACE = re.compile(r" \([^()]+:\d+ in [^()]+\)(?=\.?$)")  # in a policy's code, at the end of a detail
 """Duration, in ticks, of a step whose end was not recorded."""
 
 
@@ -466,19 +468,17 @@ def _compare_lines(recorded: Path, replayed: Path) -> str | None:
 
 
 def _compare_violations(recording: Recording, replayed: Sequence[tuple[int, str, str]]) -> str | None:
-    """Return the first difference between the contract violations of the replay and of the run, or None."""
+    """Return the first difference between the contract violations of the replay and of the run, or None. Places in the
+    policies' code are not compared, since paths depend on the installation.
+    """
     recorded = [(one.tick, one.replicaset, one.detail) for one in recording.inputs if isinstance(one, PolicyViolation)]
     for one, other in zip_longest(recorded, replayed):
-        if one != other:
-            tick, replicaset, detail = one or other or (0, "", "")
-            who = (
-                "only in the replay"
-                if one is None
-                else "only in the run"
-                if other is None
-                else "otherwise in the replay"
-            )
-            return f"at {to_seconds(tick):.9f} s replicaset {replicaset} went out of service, {who}: {detail}"
+        tick, replicaset, detail = one or other or (0, "", "")
+        what = f"at {to_seconds(tick):.9f} s replicaset {replicaset} went out of service"
+        if one is None or other is None:
+            return f"{what}, only in the {'run' if other is None else 'replay'}: {detail}"
+        if [_PLACE.sub("", str(fact)) for fact in one] != [_PLACE.sub("", str(fact)) for fact in other]:
+            return f"{what}: {detail}; in the replay at {to_seconds(other[0]):.9f} s replicaset {other[1]}: {other[2]}"
     return None
 
 

@@ -114,7 +114,8 @@ def with_programs(
     if "program_id" not in requests.column_names:
         return None
     table = programs_table(requests, None if ideal is None else ideal(requests), ended_at)
-    assert table is not None
+    if table is None:
+        return None
     write_table(table, path / PROGRAMS_FILE)
     window = Window(summary.data["window"]["start_s"], summary.data["window"]["end_s"])
     return summary.with_sections(programs_section(table, window))

@@ -53,7 +53,12 @@ _LEGEND_ROW_IN = 0.15
 _LABELS_IN = 0.75
 """Height in inches of the labels below the last row of panels plus a short legend."""
 
+LITERAL_TEXT: dict[str, Any] = {"text.parse_math": False}
+"""Settings under which names are drawn as they are, also with `$`; needed as well when a figure is written, because
+labels of ticks are made then.
+"""
 _RC: dict[str, Any] = {
+    **LITERAL_TEXT,
     "axes.axisbelow": True,
     "axes.edgecolor": INK,
     "axes.grid": True,

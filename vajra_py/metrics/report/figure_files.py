@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +15,7 @@ import numpy as np
 
 from vajra_py.errors import RunError, did_you_mean
 from vajra_py.metrics.comparison.comparison import compare
-from vajra_py.metrics.plots.style import draw_at, keep_panel
+from vajra_py.metrics.plots.style import LITERAL_TEXT, draw_at, keep_panel
 from vajra_py.metrics.plots.style import panels as named_panels
 from vajra_py.metrics.report.figures import FIGURES, FigureSpec
 from vajra_py.metrics.runs.replications import group_replications
@@ -34,6 +35,8 @@ COLUMNS = ("panel", "title", "x_label", "y_label", "series", "category", "x", "y
 right end.
 """
 _PNG_DPI = 300
+_UNNAMED = re.compile(r"_(child\d+|nolegend_|point|baseline)")
+"""Labels that matplotlib and the figures of this package give to what has no name."""
 
 
 def write_figures(
@@ -149,7 +152,7 @@ def figure_data(figure: Figure) -> Iterator[dict[str, Any]]:
 def _lines(axes: Axes) -> Iterator[dict[str, Any]]:
     for line in axes.get_lines():
         label = str(line.get_label())
-        if not label.startswith("_"):
+        if not _UNNAMED.fullmatch(label):
             xs, ys = cast("Any", line.get_xdata()), cast("Any", line.get_ydata())
             yield from ({"series": label, "x": float(x), "y": float(y)} for x, y in zip(xs, ys, strict=True))
 
@@ -158,7 +161,7 @@ def _intervals(axes: Axes) -> Iterator[dict[str, Any]]:
     """Yield the intervals of values, and the steps of a step timeline."""
     for collection in axes.collections:
         label = str(collection.get_label())
-        if label.startswith("_"):
+        if _UNNAMED.fullmatch(label):
             continue
         for path in collection.get_paths():
             (x, low), (right, high) = path.get_extents().get_points().tolist()
@@ -194,7 +197,7 @@ def save_figure(figure: Figure, path: Path) -> Path:
     """Write a figure in the format of the path's suffix and return the path; the same figure gives the same bytes."""
     import matplotlib
 
-    settings = {"svg.fonttype": "none", "svg.hashsalt": path.stem, "pdf.fonttype": 42}
+    settings = {**LITERAL_TEXT, "svg.fonttype": "none", "svg.hashsalt": path.stem, "pdf.fonttype": 42}
     metadata: dict[str, Any] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(path.suffix[1:], {})
     with matplotlib.rc_context(cast("Any", settings)):
         figure.savefig(path, metadata=metadata, dpi=_PNG_DPI)

@@ -6,7 +6,7 @@ import io
 import re
 from typing import TYPE_CHECKING, Any, cast
 
-from vajra_py.metrics.plots.style import GRID, INK
+from vajra_py.metrics.plots.style import GRID, INK, LITERAL_TEXT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +29,7 @@ def inline_svg(figure: Figure, key: str, alt: str) -> str:
     import matplotlib
 
     buffer = io.StringIO()
-    settings = {"svg.fonttype": "path", "svg.hashsalt": key, "path.simplify_threshold": 0.3}
+    settings = {**LITERAL_TEXT, "svg.fonttype": "path", "svg.hashsalt": key, "path.simplify_threshold": 0.3}
     with matplotlib.rc_context(cast("Any", settings)):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()

@@ -149,6 +149,8 @@ class _Line:
     preempted: tuple[int, str] | None = None
     """(Start in nanoseconds, mode) of the current preemption; None if not preempted."""
     is_admitted: bool = False
+    furthest: int = 0
+    """Largest position at which a step began so far; steps before it recompute tokens."""
     ended_ns: int | None = field(default=None)
 
     def __post_init__(self) -> None:
@@ -183,7 +185,9 @@ class _Line:
             yield self._span(f"preempted ({mode})", since, start, {})
         if self.decode is not None and any(self.decode[1] <= stop.start < start for stop in self.stops):
             yield from self._flush_decode()
-        if num_tokens == 1 and computed_before >= self.facts["num_prompt_tokens"]:
+        is_decode = computed_before >= max(self.facts["num_prompt_tokens"], self.furthest)
+        self.furthest = max(self.furthest, computed_before)
+        if is_decode:
             if self.decode is None:
                 self.decode = [start, end, 0]
             self.decode[1] = max(self.decode[1], end)
