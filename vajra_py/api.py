@@ -26,7 +26,7 @@ from vajra_py.contract import (
     RoutingPartSpec,
     ScalerSpec,
 )
-from vajra_py.errors import ConfigError, Problem
+from vajra_py.errors import ConfigError, Problem, RunError
 from vajra_py.experiment.runs.backend import Progress
 from vajra_py.experiment.runs.check import problems_of_parts
 from vajra_py.experiment.runs.folder import find_all_runs
@@ -68,6 +68,8 @@ __all__ = [
 
 Experiment: TypeAlias = ExperimentConfig | str | Path | Mapping[str, Any]
 """Loaded experiment, or anything that `load` accepts."""
+Runs: TypeAlias = RunData | str | Path | Sequence[RunData] | Sequence[str | Path]
+"""One or several opened runs, or anything that `open_runs` accepts."""
 
 
 def load(
@@ -95,6 +97,10 @@ def _read(
     source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None, registry: Registry
 ) -> ExperimentConfig:
     """Load an experiment and validate its settings, without building its parts."""
+    given: Any = overrides
+    if given is not None and not isinstance(given, Mapping):
+        allowed = "Allowed: a mapping such as {'workload.rate': 8}"
+        raise ConfigError(Problem("overrides", f"must map dotted paths to values (got {given!r})", allowed))
     texts = [f"{path}={_yaml(str(path), value)}" for path, value in (overrides or {}).items()]
     if isinstance(source, Mapping):
         return config_from_mapping(source, texts, registry)
@@ -198,14 +204,14 @@ def open_runs(paths: str | Path | Iterable[str | Path]) -> list[RunData]:
     return load_runs(find_all_runs(map(Path, [paths] if isinstance(paths, str | Path) else paths)))
 
 
-def compare(runs: Sequence[RunData], metrics: Sequence[str] = ()) -> Comparison:
-    """Compare runs; `.frame()` and `.difference_frame()` return pandas frames, `.to_markdown()`, `.to_csv()` and
-    `.to_json()` return text.
+def compare(runs: Runs, metrics: Sequence[str] = ()) -> Comparison:
+    """Compare runs, or the runs at paths (see `open_runs`); `.frame()` and `.difference_frame()` return pandas frames,
+    `.to_markdown()`, `.to_csv()` and `.to_json()` return text.
 
     `metrics` names the primary metrics, whose differences are tested together; by default P99 TTFT, P99 TBT and SLO
     attainment. Raises `RunError` for an unknown metric.
     """
-    return compare_runs(runs, metrics=metrics)
+    return compare_runs(_opened(runs, "compare"), metrics=metrics)
 
 
 def validate_measured(
@@ -232,16 +238,16 @@ def validate_measured(
     )
 
 
-def report(runs: Sequence[RunData], path: str | Path, title: str | None = None) -> Path:
+def report(runs: Runs, path: str | Path, title: str | None = None) -> Path:
     """Write the runs' report as one self-contained HTML file and return its path."""
     from vajra_py.metrics.report.report import write_report
 
-    write_report(runs, path, title)
+    write_report(_opened(runs, "report"), path, title)
     return Path(path)
 
 
 def figures(
-    runs: Sequence[RunData],
+    runs: Runs,
     folder: str | Path,
     *,
     formats: Sequence[str] = ("pdf",),
@@ -254,7 +260,7 @@ def figures(
     """
     from vajra_py.metrics.report.figure_files import write_figures
 
-    return write_figures(runs, folder, formats=formats, width_in=width_in, only=only, panels=panels)
+    return write_figures(_opened(runs, "figures"), folder, formats=formats, width_in=width_in, only=only, panels=panels)
 
 
 def __getattr__(name: str) -> Any:
@@ -270,8 +276,27 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _opened(runs: Runs, what: str) -> Sequence[RunData]:
+    """Return the runs, opened if they are given as paths. Raises `RunError` that names the function `what` if they are
+    neither.
+    """
+    if isinstance(runs, RunData):
+        return [runs]
+    if isinstance(runs, str | Path):
+        return open_runs(runs)
+    others: Any = runs
+    given = list(others) if isinstance(others, Iterable) else [others]
+    if given and all(isinstance(one, str | Path) for one in given):
+        return open_runs(given)
+    if not all(isinstance(one, RunData) for one in given):
+        allowed = "Allowed: runs (from run, open_runs, or .runs of a sweep) or paths of runs, one or a list"
+        raise RunError(str(Problem(what, f"the runs are neither opened runs nor paths (got {runs!r})", allowed)))
+    return given
+
+
 def _loaded(config: Experiment, policies: Iterable[AnyPolicySpec]) -> ExperimentConfig:
-    return config if isinstance(config, ExperimentConfig) else _read(config, None, _registry(policies))
+    registry = _registry(policies)
+    return config if isinstance(config, ExperimentConfig) else _read(config, None, registry)
 
 
 @contextmanager
@@ -292,6 +317,8 @@ def _pool(
 
 
 def _registry(policies: Iterable[AnyPolicySpec]) -> Registry:
+    if not isinstance(policies, Iterable):
+        raise ConfigError(Problem("policies", f"must be a list of specs (got {policies!r})", "Write policies=[SPEC]"))
     return load_registry().with_policies(policies)
 
 

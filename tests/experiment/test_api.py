@@ -263,6 +263,19 @@ def test_two_policies_of_one_name_are_refused() -> None:
         vajra.load(with_scheduler("mine"), policies=twice)
 
 
+def test_one_spec_is_no_list_of_policies() -> None:
+    wrong: Any = spec("mine", lambda config, context: LongestFirst())
+    for call in (vajra.load, vajra.run):
+        with pytest.raises(ConfigError, match=r"policies: must be a list of specs .*policies=\[SPEC\]"):
+            call(SMALL, policies=wrong)
+
+
+def test_overrides_are_a_mapping() -> None:
+    wrong: Any = ["name=x"]
+    with pytest.raises(ConfigError, match=r"overrides: must map dotted paths to values \(got \['name=x'\]\)"):
+        vajra.load(SMALL, wrong)
+
+
 @pytest.mark.parametrize("wrong", ["fcfs", [int], [None], [LongestFirst]], ids=str)
 def test_what_is_no_policy_is_refused(wrong: Any) -> None:
     with pytest.raises(PluginError, match="expected a PolicySpec"):
@@ -359,6 +372,29 @@ def test_a_mean_over_seeds_is_the_mean_of_the_seeds(runs: list[RunData]) -> None
     for setting, members in zip(frame.itertuples(), (runs[:2], runs[2:]), strict=True):
         means = [run.requests_frame("ttft_s").ttft_s.mean() for run in members]
         assert setting.ttft_mean_s == pytest.approx(np.mean(means))
+
+
+def test_runs_are_compared_by_their_paths_too(runs: list[RunData]) -> None:
+    folder = runs[0].path.parent
+    names = vajra.compare(folder).names
+    assert vajra.compare(str(folder)).names == vajra.compare([run.path for run in runs]).names == names
+    assert len(vajra.compare(runs[0]).names) == 1
+
+
+@pytest.mark.parametrize("wrong", [[1], 1, None])
+def test_what_is_no_run_is_told(wrong: Any) -> None:
+    with pytest.raises(RunError, match=r"compare: the runs are neither opened runs nor paths .* Allowed"):
+        vajra.compare(wrong)
+
+
+def test_both_names_of_a_sweeps_point_are_its_name() -> None:
+    path = "scheduling.replica_scheduler.params.chunk_size"
+    found = vajra.sweep({**SMALL, "name": "chunks", "sweep": {path: [64, 256]}})
+    opened = vajra.compare(found.runs[0].path.parent)
+    assert opened.names == vajra.compare(found.runs).names == ("chunk_size=64", "chunk_size=256")
+    assert [opened.position(name) for name in ("256", "chunk_size=64")] == [1, 0]
+    with pytest.raises(RunError, match="no setting has that name"):
+        opened.position("512")
 
 
 @pytest.mark.parametrize(

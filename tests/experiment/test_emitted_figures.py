@@ -10,7 +10,7 @@ import pytest
 
 import vajra_py as vajra
 from vajra_py.contract import KeyMotion, Layer, PolicyConfig, PolicyContext, PolicySpec
-from vajra_py.errors import PolicyError
+from vajra_py.errors import PolicyError, RunError
 from vajra_py.metrics.report.figures import FIGURES
 from vajra_py.runtime.records import emitted
 
@@ -88,6 +88,10 @@ def test_what_a_policy_emits_is_a_table_columns_and_a_section(tmp_path: Path) ->
     assert {(row["replicaset"], row["policy"], row["index"]) for row in counted} == {("default", "emits", None)}
     frame = result.requests_frame()
     assert (frame["emitted.emits.score"] == 1.5 * frame["num_prompt_tokens"]).all(), "the last value counts"
+    some = result.requests_frame("request_id", "emitted.emits.score")
+    assert some.equals(frame[["request_id", "emitted.emits.score"]])
+    with pytest.raises(RunError, match=r"no such column \(emitted.emits.scor\). Allowed: .*emitted.emits.score"):
+        result.requests_frame("emitted.emits.scor")
     section = result.summary.value("emitted.emits")
     assert section["num_arrived"] == {"count": 30, "mean": 15.5, "min": 1.0, "p50": 15.0, "p99": 30.0, "max": 30.0}
     assert section["score"]["count"] == 60

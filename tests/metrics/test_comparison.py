@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from vajra_py.errors import RunError
@@ -39,9 +40,18 @@ def test_the_best_is_the_lowest_latency_and_the_highest_throughput(make_run: Mak
     comparison = compare([make_run(name="small", chunk_tokens=64), make_run(name="large", chunk_tokens=512)])
     ttft = comparison.values["overall"]["ttft_p50_s"]
     assert comparison.best("ttft_p50_s") == {ttft.index(min(ttft))}
+    assert comparison.best("ttft_p50") == comparison.best("ttft_p50_s")
+    with pytest.raises(RunError, match=r"no metric has that name \('tftt_p50'\)\. Did you mean 'ttft_p50_s'"):
+        comparison.best("tftt_p50")
     assert comparison.best("kv_used_mean_fraction") == frozenset()
     text = rendered(comparison)
     assert f"{metric_text(next(m for m in METRICS if m.key == 'ttft_p50_s'), min(ttft))}↓" in text
+
+
+def test_a_setting_is_found_by_its_values() -> None:
+    comparison = structs.replace(fixed([0.1, 0.2], ("", "")), names=("a-1", "fixed-chunk-8"))
+    assert comparison.position("weights=(a=1)") == 0
+    assert comparison.position("rate=8 replica_scheduler=fixed_chunk") == 1
 
 
 def fixed(values: list[float | None], loads: tuple[str, ...]) -> Comparison:

@@ -21,6 +21,7 @@ from vajra_py.errors import VajraError
 from vajra_py.plugins import check_admission_shape, load_registry
 from vajra_py.plugins.shapes import ADMISSION_METHODS, hooks_beside
 from vajra_py.testing import scenarios
+from vajra_py.testing.arguments import params_of, require_spec
 from vajra_py.testing.checking import packages_of, require, require_all_end, require_built, run_checks
 from vajra_py.testing.habits import kept_requests, uncalled_methods
 from vajra_py.testing.purity import only_pure
@@ -50,6 +51,7 @@ def check_admission_policy(spec: AdmissionSpec, params: Mapping[str, Any] | None
 
     Raises `AssertionError` that names the policy and, one per line, every failed check with its finding.
     """
+    require_spec(spec, AdmissionSpec)
     subject = _Subject(spec, params or {})
     checks = {name: partial(check, subject) for name, check in _CHECKS.items()}
     run_checks(f"admission policy {spec.name!r}", checks, needed=list(checks)[:1])
@@ -65,7 +67,7 @@ class _Subject:
 
     def build(self, context: Any) -> Any:
         """Build a new policy object."""
-        return self.spec.build(self.spec.config(**self.params), context)
+        return self.spec.build(params_of(self.spec, self.params), context)
 
     def run(self, scenario: Scenario, interposing: Interposing | None = None, rules: Rules = UNCOUNTED) -> Outcome:
         """Run the policy in a scenario, wrapped by `interposing` if given.

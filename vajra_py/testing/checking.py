@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from vajra_py.contract import AnyPolicySpec
-from vajra_py.errors import DidNotReturn, VajraError
+from vajra_py.errors import ConfigError, DidNotReturn, VajraError
 from vajra_py.plugins.watchdog import no_endless_calls
 from vajra_py.testing.purity import ImpureError, only_pure
 from vajra_py.testing.scenarios import Outcome, StuckError
@@ -62,10 +62,12 @@ def require_built(
     build: Callable[[], object], params: Mapping[str, Any], check_shape: Callable[[object], None], protocol: type
 ) -> None:
     """Raise `AssertionError` unless a policy can be built, has the right methods and satisfies its Protocol."""
+    message = f"cannot be built from {dict(params) or 'its default parameters'}"
     try:
         policy = build()
+    except ConfigError as error:
+        raise AssertionError(f"{message}: {error}") from error
     except Exception as error:
-        message = f"cannot be built from {dict(params) or 'its default parameters'}"
         raise AssertionError(f"{message}: {type(error).__name__}: {error}") from error
     try:
         check_shape(policy)

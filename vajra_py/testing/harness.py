@@ -17,7 +17,15 @@ from typing import Any, TypeAlias, cast
 
 from vajra_py.config.adapters import AdaptersConfig
 from vajra_py.config.hand_off import HandOffConfig
-from vajra_py.contract import Layer, PolicyContext, ReplicaLimits, RequestView, SchedulingPolicy
+from vajra_py.contract import (
+    AdmissionSpec,
+    Layer,
+    PolicyContext,
+    PolicySpec,
+    ReplicaLimits,
+    RequestView,
+    SchedulingPolicy,
+)
 from vajra_py.contract.latency import LatencyModel, OutputLengthPredictor
 from vajra_py.contract.observer import Observer, StepEnd, StepRecord
 from vajra_py.latency import AffineModel, PrefillTimeTable
@@ -54,10 +62,13 @@ from vajra_py.runtime.support.seeds import SeedTree
 from vajra_py.sim.acceptance import AcceptanceModel
 from vajra_py.sim.executor import SimulatedExecutor, predicted_timers
 from vajra_py.sim.simulator import SimulationOptions, Simulator
+from vajra_py.testing.arguments import policy_of, require_tokens
 from vajra_py.workload.request import RequestSpec
 
-PolicySource: TypeAlias = str | tuple[str, Mapping[str, Any]] | SchedulingPolicy | Callable[[PolicyContext], Any]
-"""A policy: the name of an installed one (with parameters, if any), an object, or a function that builds one.
+_Named: TypeAlias = str | PolicySpec | AdmissionSpec
+PolicySource: TypeAlias = _Named | tuple[_Named, Mapping[str, Any]] | SchedulingPolicy | Callable[[PolicyContext], Any]
+"""A policy: the name of an installed one or a spec (either with parameters, if any), an object, or a function that
+builds one.
 
 A replica scheduler given as an object is shared by all replicas; otherwise each replica gets its own, as in a run.
 """
@@ -296,13 +307,11 @@ class Harness:
     def _policy(self, layer: Layer, source: PolicySource, index: int = 0) -> Any:
         sleeper = Sleeper(_NAME, layer.value, source if isinstance(source, str) else _NAME, index)
         context = replace(self.context, wake=PolicyWakeUps(self._alarms, sleeper))
-        if isinstance(source, str):
-            policy: Any = build_policy(layer, source, {}, context)
-        elif isinstance(source, tuple):
-            policy = build_policy(layer, source[0], source[1], context)
+        own, params = source if isinstance(source, tuple) else (source, {})
+        if isinstance(own, str):
+            policy: Any = build_policy(layer, own, params, context)
         else:
-            is_object = not isinstance(source, type) and hasattr(source, _QUESTION[layer])
-            policy = source if is_object else cast(Callable[[PolicyContext], Any], source)(context)
+            policy = policy_of(own, params, context, layer.value, _QUESTION[layer])
             check_policy_shape(layer, policy, f"{layer.value} {policy!r}", _NAME)
         sleeper.policy, sleeper.policy_name = policy, type(policy).__name__
         return policy
@@ -310,12 +319,11 @@ class Harness:
     def _admission_policy(self, source: PolicySource) -> Any:
         sleeper = Sleeper("", ADMISSION.key, source if isinstance(source, str) else _NAME)
         context = replace(self.context, wake=PolicyWakeUps(self._alarms, sleeper))
-        if isinstance(source, str | tuple):
-            name, params = (source, {}) if isinstance(source, str) else source
-            policy: Any = build_admission_policy(name, params, context)
+        own, params = source if isinstance(source, tuple) else (source, {})
+        if isinstance(own, str):
+            policy: Any = build_admission_policy(own, params, context)
         else:
-            is_object = not isinstance(source, type) and hasattr(source, "admit")
-            policy = source if is_object else cast(Callable[[PolicyContext], Any], source)(context)
+            policy = policy_of(own, params, context, ADMISSION.key, "admit")
             check_admission_shape(policy, f"admission policy {policy!r}", _NAME)
         sleeper.policy, sleeper.policy_name = policy, type(policy).__name__
         return policy
@@ -407,7 +415,10 @@ class Harness:
         return self.submit_spec(RequestSpec(request_id, self.now, num_prompt_tokens, num_output_tokens, **facts))
 
     def submit_spec(self, spec: RequestSpec) -> Request:
-        """Submit a workload's request as one that arrives now; `spec.arrived_at` is ignored."""
+        """Submit a workload's request as one that arrives now; `spec.arrived_at` is ignored. Raises `ConfigError` if a
+        number of tokens is not at least 1.
+        """
+        require_tokens(spec)
         facts = facts_of(spec)
         replicaset = self.controller.replicaset_for(facts)
         request, _ = self.controller.submit(facts, replicaset, lambda size: hashes_of(spec, size, ""), self._now)

@@ -20,6 +20,7 @@ from vajra_py.contract.observer import Observer
 from vajra_py.plugins import check_retention_shape
 from vajra_py.plugins.shapes import RETENTION_OPTIONS
 from vajra_py.runtime.kv.retention_order import CachedEntry
+from vajra_py.testing.arguments import require_spec
 from vajra_py.testing.checking import POLICY_TIMEOUT_S, check_situations, require
 from vajra_py.testing.simulated import serve, simulated_system
 from vajra_py.workload import PromptContent, RequestSpec
@@ -50,6 +51,7 @@ def check_retention(
     evict the same blocks in equal runs, and in order of release if it declares that. Raises `AssertionError` with the
     name of the policy and the finding.
     """
+    require_spec(spec, RetentionSpec)
     what, otherwise = f"retention policy {spec.name!r}", "two equal runs kept different content"
     check_situations(what, spec, partial(_run, spec, params or {}), SITUATIONS, otherwise, policy_timeout_s)
 

@@ -32,6 +32,7 @@ from vajra_py.contract import (
 )
 from vajra_py.plugins import check_part_shape, load_registry
 from vajra_py.plugins.shapes import CACHE_METHODS, LISTENING_METHODS
+from vajra_py.testing.arguments import require_spec
 from vajra_py.testing.checking import POLICY_TIMEOUT_S, require
 from vajra_py.testing.conformance import check_policy
 
@@ -46,6 +47,7 @@ def check_routing_part(
     parts must decide the same in equal runs, read only what the contract offers, write nothing, and forget ended
     requests. Raises `AssertionError` and warns like `check_policy`.
     """
+    require_spec(spec, RoutingPartSpec)
     wrapped = PolicySpec(
         name=spec.name,
         layer=Layer.REPLICASET_SCHEDULER,

@@ -16,6 +16,7 @@ from typing import Any
 
 from vajra_py.contract import PolicyContext, PoolView, ScalerSpec
 from vajra_py.plugins import check_scaler_shape
+from vajra_py.testing.arguments import require_spec
 from vajra_py.testing.checking import POLICY_TIMEOUT_S, check_situations, require
 from vajra_py.testing.simulated import serve, simulated_system
 from vajra_py.workload import RequestSpec
@@ -44,6 +45,7 @@ def check_scaler(
     change its views, reads no clock and no global random numbers, and returns the same in equal runs. Raises
     `AssertionError` with the name of the scaler and the finding.
     """
+    require_spec(spec, ScalerSpec)
     what, otherwise = f"scaler {spec.name!r}", "two equal runs requested different numbers"
     check_situations(what, spec, partial(_run, spec, params or {}), SITUATIONS, otherwise, policy_timeout_s)
 

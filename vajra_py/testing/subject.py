@@ -9,6 +9,7 @@ from typing import Any
 from vajra_py.contract import Layer, PolicyContext, PolicySpec
 from vajra_py.errors import VajraError
 from vajra_py.testing import scenarios
+from vajra_py.testing.arguments import params_of, require_spec
 from vajra_py.testing.harness import Harness, PolicySource
 from vajra_py.testing.reference_policies import ByArrival, ByArrivalInTime, InTurn, PlainChunks, Shared, by_slack
 from vajra_py.testing.scenarios import Outcome, Policies, Rules, Scenario, StuckError, simulate
@@ -29,6 +30,9 @@ class Subject:
     params: Mapping[str, Any]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        require_spec(self.spec, PolicySpec)
+
     def __str__(self) -> str:
         """Return the name of the policy for failure messages."""
         return f"{self.spec.layer.value} {self.spec.name!r}"
@@ -40,7 +44,7 @@ class Subject:
 
     def build(self, context: PolicyContext) -> Any:
         """Build a new policy object."""
-        return self.spec.build(self.spec.config(**self.params), context)
+        return self.spec.build(params_of(self.spec, self.params), context)
 
     def suits(self, scenario: Scenario) -> bool:
         """Return False if building the policy for the scenario's replicas raises `ValueError`."""

@@ -7,15 +7,17 @@ the same load, and only if they kept up with it. With replications, differences 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
 
 from msgspec import Struct, field
 
+from vajra_py.config.sweeps import values_of_label
 from vajra_py.errors import RunError, did_you_mean
 from vajra_py.metrics.comparison.intervals import Interval, positive_interval, proportion_interval
-from vajra_py.metrics.comparison.metrics import BY_KEY, DEFAULT_PRIMARY, METRICS, Metric, metric_text
+from vajra_py.metrics.comparison.metrics import BY_KEY, DEFAULT_PRIMARY, METRICS, Metric, metric_text, named_metrics
 from vajra_py.metrics.comparison.significance import OVERLOADED, Field, Samples, Versus, adjust, groups, versus
 from vajra_py.metrics.comparison.table_model import BEST, HIGHEST, LOWEST, WORSE
 from vajra_py.metrics.runs.differences import natural
@@ -106,9 +108,15 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         raise RunError(f"--scope: nothing has that name ({given!r}). {did_you_mean(given, names)}")
 
     def position(self, name: str) -> int:
-        """Return the position of the setting with this name. Raises `RunError` for an unknown name."""
+        """Return the position of the setting with this name, or whose name has the same values (`rate=8` and `8`; the
+        sweep that wrote a run may name it in another way than its folder). Raises `RunError` for an unknown name.
+        """
         if name in self.names:
             return self.names.index(name)
+        words = _words(name)
+        found = [i for i, own in enumerate(self.names) if words and _words(own) == words]
+        if len(found) == 1:
+            return found[0]
         raise RunError(f"--baseline: no setting has that name ({name!r}). {did_you_mean(name, self.names)}")
 
     def interval(self, key: str, position: int, scope: str = OVERALL) -> Interval | None:
@@ -131,13 +139,14 @@ class ComparedSettings(Struct, frozen=True, dict=True):
 
         Without replications, all settings whose displayed value equals the best one are included. There is no best
         setting if all values are equal, if there is only one value, or if neither lower nor higher values of the metric
-        are better.
+        are better. `key` may be any name that `named_metrics` accepts; raises `RunError` for an unknown name.
         """
-        row = self.values[scope][key]
+        metric = BY_KEY.get(key) or named_metrics([key], "best")[0]
+        row = self.values[scope][metric.key]
         found: set[int] = set()
         for members in groups(self.loads):
             known = {i: value for i in members if self.stability[i] != OVERLOADED and (value := row[i]) is not None}
-            found |= _best_of(BY_KEY[key], known, as_read=not self._is_tested(members))
+            found |= _best_of(metric, known, as_read=not self._is_tested(members))
         return frozenset(found)
 
     def best_of(self, key: str, position: int, scope: str = OVERALL) -> int | None:
@@ -273,6 +282,11 @@ def _best_of(metric: Metric, known: Mapping[int, float], *, as_read: bool) -> se
     text = metric_text(metric, target)
     best = {i for i, value in known.items() if value == target or (as_read and metric_text(metric, value) == text)}
     return set() if len(best) == len(known) else best
+
+
+def _words(name: str) -> list[str]:
+    """Return the sorted words of a setting's name; axes and the characters between values are left out."""
+    return sorted(re.findall(r"[A-Za-z0-9.]+", values_of_label(name)))
 
 
 def scope_title(scope: str) -> str:

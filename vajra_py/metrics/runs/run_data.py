@@ -95,6 +95,11 @@ class RunData:
         """Name passed to the constructor; by default, the folder's name without the digest that a sweep appends."""
         return self._name or re.sub(r"(?<=.)-[0-9a-f]{8}$", "", self.path.resolve().name)
 
+    @property
+    def is_named_by_sweep(self) -> bool:
+        """True if `name` is made of the values that a sweep wrote into the folder's name."""
+        return self._name is None and self.name != self.path.resolve().name
+
     def renamed(self, name: str) -> RunData:
         """Return the same run under another name."""
         other = copy.copy(self)
@@ -199,15 +204,19 @@ class RunData:
             raise _problem(path, f"not a readable Parquet file ({error})", "It may be cut off; run again") from error
 
     def requests_frame(self, *columns: str) -> pd.DataFrame:
-        """Return the requests table as a pandas data frame.
+        """Return the requests table, or these columns of it, as a pandas data frame.
 
-        If no columns are named, the frame also has columns `emitted.POLICY.NAME` with the last value that the policy
-        emitted for each request under this name.
+        Columns `emitted.POLICY.NAME` have the last value that the policy emitted for each request under this name. If
+        no columns are named, the frame has all of them. Raises `RunError` for an unknown column.
         """
-        frame = _frame(self.requests(*columns))
-        if columns or not (self.path / EMITTED_FILE).exists():
-            return frame
-        return frame.join(last_by_request(self.emitted()), on="index")
+        asks_for_emitted = not columns or any(name.startswith("emitted.") for name in columns)
+        if not asks_for_emitted or not (self.path / EMITTED_FILE).exists():
+            return _frame(self.requests(*columns))
+        emitted = last_by_request(self.emitted())
+        own = [name for name in columns if name not in emitted.columns]
+        wanted = list(dict.fromkeys((*own, "index"))) if columns else ()
+        frame = _frame(self._table(REQUESTS_FILE, wanted, beside=tuple(emitted.columns))).join(emitted, on="index")
+        return frame[list(columns)] if columns else frame
 
     def steps_frame(self, *columns: str) -> pd.DataFrame:
         """Return the steps table as a pandas data frame."""
@@ -270,7 +279,8 @@ class RunData:
         """True if the decision log is incomplete because the run's process was killed."""
         return is_cut(self.path / DECISIONS_FILE)
 
-    def _table(self, file: str, columns: Sequence[str]) -> ArrowTable:
+    def _table(self, file: str, columns: Sequence[str], beside: Sequence[str] = ()) -> ArrowTable:
+        """Return these columns of a table, or all; `beside` names further allowed columns for the text of an error."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -287,7 +297,9 @@ class RunData:
                 known = [*_TABLES[file], *(further if file == REQUESTS_FILE else ())]
                 unknown = [name for name in columns if name not in known]
                 if unknown:
-                    raise _problem(path, f"no such column ({', '.join(unknown)})", f"Allowed: {', '.join(known)}")
+                    raise _problem(
+                        path, f"no such column ({', '.join(unknown)})", f"Allowed: {', '.join((*known, *beside))}"
+                    )
                 if file == STEPS_FILE and "num_steps" in parquet.schema_arrow.names:
                     return _expanded(path, parquet.read(), columns or STEP_COLUMNS)
                 wanted = list(columns or known)
