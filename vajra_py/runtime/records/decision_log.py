@@ -194,7 +194,7 @@ class DecisionLog(StepLog):
 
     def _keep(self, batch: Batch) -> None:
         """Write the records to the journal, and those row groups that are complete to the file."""
-        # A smaller batch is the last one; it needs no journal, because the file is completed next.
+        # A full batch goes to the journal. A smaller batch is the last one, and the file is completed next.
         if len(batch.rows) >= self._batch_size * ROW_BYTES:
             if self._journal is None:
                 self._journal = Journal(self._open_file(journal_path(self._path)))
@@ -276,8 +276,8 @@ NO_MOVES = PoolMoves((), (), None)
 
 
 def _moves(plan: StepPlan, changes: PoolChanges) -> PoolMoves:
-    """Return the pool's changes as numbers; called before the requests progress, because progress changes these
-    numbers.
+    """Return the pool's changes as numbers; called when the plan is new, because these numbers change as the requests
+    progress.
     """
     joined: list[int] = []
     for one in changes.joined:

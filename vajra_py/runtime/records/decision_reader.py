@@ -63,7 +63,7 @@ def is_cut(path: Path) -> bool:
 
 
 def step_row(step: StepRecord) -> Row:
-    """Return a step's decisions as plain values; `ended_at` is null and `finished` empty until it completes."""
+    """Return the decisions of a step that begins as plain values; `ended_at` is null and `finished` is empty."""
     chunks = [
         [chunk.request.request_id, chunk.num_tokens, chunk.num_computed_before, chunk.kind] for chunk in step.chunks
     ]
@@ -170,8 +170,8 @@ class _ReplicaReader:
         self._place = place
         self._ids = ids
         self._unfinished = unfinished
-        # Groups hold records in the order in which steps completed. With several steps in flight, this may differ from
-        # the order in which they were formed: a step that only preempts may complete before steps formed earlier.
+        # A step that only preempts is recorded when it is formed, any other step when it completes. With several steps
+        # in flight, a later group may therefore contain a step that was formed earlier.
         self._records = sorted(records, key=_formation)
         self._decodes: dict[int, tuple[int, int]] = {}
         """Decodes, by request index: (index of admission, number of computed tokens minus `_num_decode_steps`, both
@@ -272,7 +272,7 @@ def _formation(record: tuple[_Group, int]) -> tuple[int, bool]:
 
 
 def _without_gaps(records: list[tuple[_Group, int]]) -> list[tuple[_Group, int]]:
-    """Return a replica's records up to the first step that was in flight when its process was killed."""
+    """Return a replica's records before the first missing step, which was in flight when the process was killed."""
     kept = []
     num_steps = 0
     for group, number in sorted(records, key=_formation):

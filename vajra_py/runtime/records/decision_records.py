@@ -120,8 +120,8 @@ class Records(Struct, frozen=True):
         )
 
     def by_time(self) -> Records:
-        """Return the records in the order in which they were taken; the records of a single log are in that order
-        already.
+        """Return the records, and the arrivals, in the order in which they were recorded. Those of a single log are in
+        that order already.
         """
         kept, arrived = self.field("kept"), self.arrivals.ticks
         if (kept[1:] >= kept[:-1]).all() and (arrived[1:] >= arrived[:-1]).all():

@@ -290,7 +290,7 @@ class Answer(Struct, frozen=True):
         replica_id: id of the server.
         num_tokens: number of output tokens so far.
         end: empty while the request continues; else the reason of its end, "again" if it is to be placed again, or
-            "prompt" if its prompt is computed.
+            "prompt" if it is done at its prefill server and continues at its decode server.
     """
 
     tick: int

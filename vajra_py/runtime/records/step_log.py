@@ -33,8 +33,8 @@ LISTS = {
     "finished": ("finished", "finished_reason"),
 }
 """Lists of a record, with the columns of each; an entry has one number per column. Requests are identified by index.
-`chunk_after`: number of decodes before the chunk; -1 for every chunk if no chunk is between decodes: the first
-`decodes_at` chunks are before all decodes, the others after them.
+`chunk_after`: number of decodes before the chunk. If no chunk is between decodes, it is -1 for every chunk; the first
+`decodes_at` chunks are then before all decodes, and the others after them.
 """
 FIELDS = (
     *("replicaset", "replica_id", "step", "formed", "kept", "num_decodes", "decodes_at", "free_blocks", "num_waiting"),

@@ -337,7 +337,7 @@ def _is_number(value: object) -> bool:
 
 def _tick_from(seconds: float) -> int:
     """Return the first tick at or after a time in seconds."""
-    seconds = float(seconds)  # a NumPy number may be too small for a number of ticks
+    seconds = float(seconds)  # a NumPy number may have too few bits for a number of ticks
     tick = to_ticks(seconds)
     return tick if to_seconds(tick) >= seconds else tick + 1
 

@@ -119,8 +119,8 @@ class PolicyWakeUps:
 
 
 def wake_tick(time_s: float) -> int:
-    """Convert a policy's time to a tick between those of -`LAST_S` and `LAST_S`. Raises `ValueError` unless the time is
-    finite.
+    """Convert a policy's time in seconds to a tick, after limiting the time to the range from -`LAST_S` to `LAST_S`.
+    Raises `ValueError` unless the time is finite.
     """
     if not math.isfinite(time_s):
         raise ValueError(f"the time of an alarm must be finite (got {time_s!r})")

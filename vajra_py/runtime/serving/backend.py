@@ -190,8 +190,8 @@ class FastForward(Protocol[S]):
         """Apply a replica's ended steps; the run of steps continues. `up_to_now`: see `interrupt`."""
 
     def shorten(self, replica: S) -> None:
-        """End the run of equal steps with the last step that certainly has enough blocks, because other requests took
-        blocks after `catch_up`.
+        """Shorten the run of equal steps, because other requests took blocks after `catch_up`: the run ends with the
+        last step that certainly has enough blocks.
         """
 
     def interrupt_all(self, replicaset: str) -> None:

@@ -268,10 +268,10 @@ def build_memory(
     tiers: KvTiers | None = None,
     kind: type[PagedKvMemory] = PagedKvMemory,
 ) -> KvMemory:
-    """Build an empty KV memory of these sizes; `retention` orders its idle content (None: as in the settings), `tiers`
-    are the memory tiers below it.
+    """Build an empty KV memory of these sizes.
 
-    `kind`: class of the memory if the replica has no KV parallelism.
+    `retention`: determines the order in which cached blocks that no request uses are evicted (None: the settings
+    determine it). `tiers`: memory tiers below the memory. `kind`: class of the memory; ignored with KV parallelism.
     """
     cache = settings.memory.prefix_cache
     options = PrefixCacheOptions(

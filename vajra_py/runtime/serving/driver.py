@@ -90,12 +90,12 @@ class DriverOptions(Struct, frozen=True):
         expires: True if the driver itself lets requests expire, ends idle programs, and calls the admission policy
             again for deferred requests, each at its time on the clock; False: only when an input requires it.
         times_transfers: True if the duration of KV transfers is modelled from the links, and that of adapter loads is
-            taken from the settings; False: each transfer ends with a `TransferEnd` (between memory tiers, a `TierEnd`),
-            each load with an `AdapterEnd`.
+            taken from the settings; False: an input reports the end of each transfer (`TransferEnd`; between memory
+            tiers, `TierEnd`) and of each load (`AdapterEnd`).
         wakes: True if the driver itself wakes policies, calls scalers, and (if transfers are untimed) retries hand-offs
             to full targets, each at its time on the clock; False: only when an input requires it.
-        serves: True if requests may arrive at any time, without an earlier event; wake-ups then continue when no
-            request is left.
+        serves: True if requests may arrive at any time; the run is then never over, and wake-ups continue while there
+            are no requests.
         isolates_policies: True if a policy that breaks the contract takes its replicaset out of service instead of
             ending the run.
     """
@@ -724,7 +724,7 @@ class Driver(Generic[R]):
         return phase in _IN_THE_BACKGROUND and not in_last_tick and self._is_over()
 
     def _only_policies_are_left(self) -> bool:
-        """Return True if the remaining events advance no request unless a policy acts."""
+        """Return True if the remaining events advance requests only if a policy acts."""
         return self._is_left_only(_ASKS_POLICIES)
 
     def _is_left_only(self, phases: Sequence[Phase]) -> bool:
@@ -982,8 +982,8 @@ class Driver(Generic[R]):
             self._backend.on_placed(request, replicas if replica is None else (replicas[replica.replica_id],))
 
     def _read_declarations(self) -> None:
-        """Read from the declarations of the present policies in which replicasets a policy may read more than the
-        replica that an event concerns.
+        """Determine in which replicasets a policy may read replicas other than the one that an event concerns. This
+        follows from what the present policies declare.
         """
         replicasets = self.controller.replicasets.items()
         self._looks_at_arrivals = frozenset(name for name, one in replicasets if _looks_at_arrivals(one))
@@ -1000,7 +1000,7 @@ class Driver(Generic[R]):
         forming = frozenset(name for name in listening if not self._looks_never(name))
         self._syncs_forming = frozenset() if self.fast_forward is None else forming
         """Replicasets in which a policy that listens to events may read requests of other replicas while a replica
-        forms a step. All their ended steps are therefore applied before.
+        forms a step. Before the step is formed, all ended steps of the replicaset are therefore applied.
         """
 
     def _looks_always(self, name: str) -> bool:

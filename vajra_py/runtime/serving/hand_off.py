@@ -81,7 +81,7 @@ class HandOff(Struct, Generic[R], eq=False):
     number: int = -1
     """Position among the hand-offs whose transfer has begun, from 0; -1: not begun."""
     is_early: bool = False
-    """True while the prompt is not computed."""
+    """True until the prompt has been computed."""
     is_migration: bool = False
     """True if this is the last stage of a migration of a running request."""
     hit: int = 0
@@ -148,7 +148,7 @@ class HandOffs(Generic[R]):
     # Stages of a hand-off
 
     def begin(self, request: Request, source: R) -> None:
-        """Begin the hand-off of a request whose prompt is computed."""
+        """Begin the hand-off of a request whose prompt has been computed."""
         num_tokens = request.num_computed_tokens
         one = self._of.get(request)
         if one is None:
@@ -177,7 +177,7 @@ class HandOffs(Generic[R]):
         return None if any(map(self._replicaset.is_up, others)) else Refusal.NO_TARGET
 
     def hold_back(self) -> None:
-        """Find targets for requests that are bound to a replica and whose prompt waits for blocks of another one."""
+        """Find targets for requests that are bound to one replica, and whose prompts wait for blocks of another."""
         newly = self._replicaset.newly_held_back
         while newly:
             request = newly.pop(0)
@@ -218,8 +218,8 @@ class HandOffs(Generic[R]):
             self._reserve(target)
 
     def _join_line(self, one: HandOff[R], target: R) -> None:
-        """Queue a request for blocks of its target. A request whose prompt is computed holds blocks at its source, and
-        therefore comes before all requests whose prompts are not computed.
+        """Queue a request for blocks of its target. If its prompt has been computed, the request holds blocks at its
+        source, and is therefore queued before all requests whose prompts have not been computed.
         """
         line = self._lines.get(target.replica.replica_id)
         if line is None:
@@ -452,10 +452,10 @@ class HandOffs(Generic[R]):
         """Resolve a deadlock of requests that wait for each other's blocks, if no replica can run a step and no KV is
         being transferred; return True if there was a deadlock.
 
-        A request whose prompt is computed stays at its source if the source decodes. Otherwise the request holds blocks
-        of a prefill replica, and prompts that wait there may hold blocks of the request's target: of these prompts, the
-        one whose hand-off was planned last releases its blocks. Such a deadlock is possible if some prompts are
-        computed without reserved blocks, for instance because replicas pulled them.
+        A request whose prompt has been computed stays at its source if the source decodes. Otherwise the request holds
+        blocks of a prefill replica, and prompts that wait there may hold blocks of the request's target. Of these
+        prompts, the one whose hand-off was planned last releases its blocks. Such a deadlock is possible if some
+        prompts are computed without reserved blocks, for instance because replicas pulled them.
         """
         if not self._of or self._transfers.is_busy or self._may_go_on():
             return False
@@ -557,8 +557,8 @@ class HandOffs(Generic[R]):
                 self._forget(one, _PLACED_ANEW)
 
     def recall_prompt(self, request: Request) -> None:
-        """Drop the planned hand-off of a prompt that is not computed, if there is one, and free the blocks reserved for
-        it.
+        """Drop the planned hand-off of a request, if there is one and the prompt has not been computed; free the blocks
+        reserved for the request.
         """
         one = self._of.get(request)
         if one is None or not one.is_early:
@@ -623,7 +623,7 @@ class HandOffs(Generic[R]):
                     self._unplaced[one.request] = one
 
     def after_loss(self) -> None:
-        """Continue requests that wait for blocks that a loss has freed, and find targets for requests that have none."""
+        """Continue requests that wait for blocks freed by a loss, and find targets for requests without a target."""
         while self._freed_by_loss:
             target = next(iter(self._freed_by_loss))
             del self._freed_by_loss[target]

@@ -36,7 +36,7 @@ class Movement(Generic[R]):
         self.attends_steps = self.hand_offs.follows_steps
         self.waiting = self._transfers.waiting
         """Actions that wait for the end of a step (`Transfers.waiting`). If there are none and `attends_steps` is
-        False, `step_ended` must be called only if memory was freed, a request has left, or a replica drains.
+        False, `step_ended` needs to be called only if memory was freed, a request has left, or a replica drains.
         """
         self._migrations = Migrations(replicaset, rules.migration, self._transfers, self.hand_offs, driver)
         self._drains = Drains(replicaset, self._migrations, driver)
@@ -145,7 +145,7 @@ class Movement(Generic[R]):
         self.hand_offs.lose(one)
 
     def after_loss(self) -> None:
-        """Continue requests that wait for blocks that a loss has freed, and find targets for requests that have none."""
+        """Continue requests that wait for blocks freed by a loss, and find targets for requests without a target."""
         self.hand_offs.after_loss()
         self._drains.advance()
 

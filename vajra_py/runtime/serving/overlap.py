@@ -1,4 +1,5 @@
-"""Transfers of a prompt's KV while the prompt is computed, layer by layer or chunk by chunk, to blocks reserved before.
+"""Transfers of a prompt's KV while the prompt is being computed, layer by layer or chunk by chunk. The target's blocks
+are reserved in advance.
 
 The KV that a step computes for a prompt becomes available in equal parts during the step, one for each layer, or all at
 once when the step ends. Available KV is sent over the links. KV that the source need not compute (from its prefix cache

@@ -170,8 +170,8 @@ class Policies:
 
     @property
     def decode_scheduler(self) -> ReplicasetScheduler | None:
-        """Second instance of a plain replicaset scheduler, for requests whose prompt is computed; None if none is
-        needed.
+        """Second instance of the replicaset scheduler, which places requests after their prompts. None if the first
+        instance does so (`PlacesAfterPrompt`), or if all replicas compute both prompts and decodes.
         """
         made = self._layers[Layer.REPLICASET_SCHEDULER].made
         return cast(ReplicasetScheduler, made[1]) if len(made) > 1 else None

@@ -143,7 +143,7 @@ class Replica:
     )
 
     migrates = True
-    """False if running requests cannot move to another replica, because their KV cannot be read."""
+    """True if running requests can move to other replicas; False if their KV cannot be read."""
 
     def __init__(self, parts: ReplicaParts) -> None:
         self.parts = parts
@@ -936,7 +936,7 @@ class Replica:
         return done
 
     def _begin_decode(self, request: Request, num_left: int) -> None:
-        """Turn a request, whose prompt is computed, into a decode with `num_left` tokens to generate."""
+        """Turn a request whose prompt has been computed into a decode with `num_left` tokens to generate."""
         if self._has_drafts:
             self.running_set.decode_alone(request, num_left)
         else:

@@ -223,7 +223,7 @@ class Replicaset:
             second = None if self.policies is None else self.policies.decode_scheduler
             place = assign if second is None else second.assign
         self._place = place, place if around is None else around(self.name, layer, name, place)
-        """(Method that places requests whose prompt is computed, function to call: this method or its wrapper)."""
+        """(Method that places requests after their prompts, function to call: this method or its wrapper)."""
         for replica in self.replicas:
             replica.hands_off = self._hands_off(replica)
         self._eligible.clear()
@@ -465,8 +465,8 @@ class Replicaset:
         return self.shared.num_tokens + held_back + sum(replica.queue.num_tokens for replica in self.replicas)
 
     def accept(self, request: Request, now: int) -> Replica | None:
-        """Notify policies of an accepted request and queue it; return the replica to which it is bound, None if it is in
-        the shared queue.
+        """Notify policies of an accepted request and queue it; return the replica to which it is bound, None if it is
+        in the shared queue.
         """
         if self.listeners.arrivals:
             seconds = to_seconds(now)

@@ -1,4 +1,4 @@
-"""Operations that a driver offers to its parts; these move requests between replicas, scale replicasets and wake
+"""Operations that a driver offers to its parts. The parts move requests between replicas, scale replicasets and wake
 policies.
 """
 
@@ -58,8 +58,8 @@ class DriverServices(Protocol[R]):
         """Apply the ended steps of a replica before blocks of its memory are taken; `blocks_taken` must follow."""
 
     def blocks_taken(self, one: R) -> None:
-        """Keep, of the steps launched together on a replica, only those that certainly have enough blocks, because
-        other requests took blocks after `catch_up`.
+        """Check the steps launched together on a replica, because other requests took blocks after `catch_up`: only
+        steps that certainly have enough blocks are kept.
         """
 
     def interrupt(self, replicaset: str) -> None:

@@ -31,8 +31,8 @@ class PolicyWaker(Generic[R]):
         driver: DriverServices[R],
         is_all_that_is_left: Callable[[], bool] | None,
     ) -> None:
-        """Create the wake-ups. `is_all_that_is_left`: function that returns True if the remaining events advance no
-        request unless a policy acts; None if requests may arrive at any time.
+        """Create the wake-ups. `is_all_that_is_left`: function that returns True if the remaining events advance
+        requests only if a policy acts; None if requests may arrive at any time.
         """
         self._movements = movements
         self._elasticity = elasticity

@@ -971,8 +971,8 @@ class Builder(PlanDraft):
         self.idle_at = time_s
 
     def note(self, request: RequestView, **scores: float | int | str) -> None:
-        """Add scores that explain a decision about a request to the step's notes, if notes are kept. Raises `ValueError`
-        for a score that is no finite number, text or truth value.
+        """Add scores that explain a decision about a request to the step's notes, if notes are kept. Raises
+        `ValueError` unless each score is a finite number, a text or a truth value.
         """
         plain = {name: _plain_score(name, score) for name, score in scores.items()}
         if self._options.keep_notes:
@@ -1003,15 +1003,15 @@ class Builder(PlanDraft):
 
 
 def _whole(request: Request, number: object, action: str) -> int:
-    """Return a number as an `int`. Raises `IllegalPlan`, which names the action with it, unless it is whole."""
+    """Return a whole number as an `int`. Raises `IllegalPlan` for other values; `action` is a part of its message."""
     if not isinstance(number, Integral):
         raise IllegalPlan(request, f"cannot {action.format(number)}. Allowed: whole numbers")
     return int(number)
 
 
 def _plain_score(name: str, score: Any) -> float | int | str:
-    """Return a score of a note, with a scalar of NumPy or another library as a Python value. Raises `ValueError` for any
-    other object.
+    """Return a score of a note, with a scalar of NumPy or another library as a Python value. Raises `ValueError` for
+    any other object.
     """
     plain = score.item() if getattr(score, "ndim", None) == 0 else score
     if isinstance(plain, str | bool) or is_number(plain):

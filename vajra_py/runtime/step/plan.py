@@ -26,8 +26,8 @@ class PlannedDrafts(NamedTuple):
     is_padding: bool = False
     """True if the request is admitted with one token left to compute, and the draft positions are only padding."""
     num_unverified: int = 0
-    """Number of drafts of the request's previous step of which it is not known yet how many are accepted; the accepted
-    ones precede the chunk.
+    """Number of drafts of the request's previous step whose acceptance is not known yet; those that are accepted
+    precede the tokens of the chunk.
     """
 
 

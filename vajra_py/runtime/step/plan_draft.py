@@ -90,7 +90,7 @@ class PlanDraft:
         not processed yet.
         """
         self.swap_bytes_due = 0
-        """Bytes swapped in unsuccessful attempts to form a step; they count in the next step."""
+        """Bytes of blocks swapped during unsuccessful attempts to form a step; they count in the next step."""
         self.num_preempted_before = 0
         """Number of requests that were preempted in earlier, unsuccessful attempts to form this step."""
         self.chunks: dict[Request, PlannedChunk] = {}
