@@ -69,8 +69,8 @@ def devices_of(config: ExperimentConfig, models: Mapping[str, LatencyModel]) -> 
 
 
 def _parts(name: str, replicaset: ReplicasetConfig) -> Iterator[tuple[str, PoolConfig, range | None]]:
-    """Yield (key, settings, replica ids) of each pool of a replicaset; without pools, of the whole replicaset, with
-    None as ids.
+    """Yield (key, settings, replica ids) for each pool of a replicaset. Without pools, yield one entry for the whole
+    replicaset, with None as replica ids.
     """
     if not replicaset.pools:
         (only,) = replicaset.effective_pools.values()

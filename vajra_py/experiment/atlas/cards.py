@@ -69,9 +69,9 @@ def _parameters(config: Any) -> Table:
 
 
 def statement_of(build: Any) -> str:
-    """Return the docstring of the class that `build` creates: `build` itself if it is a class, else the class in its
-    return annotation. If that class is unknown or belongs to the contract, return the docstring of the module that
-    contains `build`.
+    """Return the docstring of the class that `build` creates. This class is `build` itself or, if `build` is a
+    function, its return annotation. If the class is unknown or belongs to the contract, return the docstring of the
+    module that contains `build`.
     """
     while isinstance(build, functools.partial):
         build = build.func

@@ -40,7 +40,7 @@ class Entry:
     settings: Mapping[str, Any]
     """Settings of the experiment: value by dotted path."""
     parts: Mapping[str, AnyOffer] = field(default_factory=dict)
-    """Offers of the named policies, by place: a layer, or a policy kind that belongs to no layer."""
+    """Offers of the named policies, by place. A place is a layer, or a policy kind that belongs to no layer."""
     preset: str = ""
     """Name of the preset; empty if the entry names policies."""
 

@@ -216,7 +216,9 @@ def _problems(plan: Plan, registry: Registry) -> Iterable[Problem]:
 
 
 def _shifted(progress: SweepProgress | None, num_before: int, plan: Plan) -> SweepProgress | None:
-    """Return a progress function that replaces a workload's run numbers and labels by those of the whole atlas."""
+    """Return a function that receives the progress of one workload's runs and passes it to `progress`, with run numbers
+    and labels of the whole atlas; None if `progress` is None.
+    """
     if progress is None:
         return None
 

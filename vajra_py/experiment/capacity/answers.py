@@ -55,8 +55,8 @@ class CapacityAnswer:
     precision_fraction: float = 0.0
     """Requested relative precision of a rate."""
     note: str = ""
-    """Reason for fewer seeds than requested: a single seed gives no interval. If all seeds have equal requests: the only
-    source of variation between seeds, such as step times. Else empty.
+    """Reason why there are fewer seeds than requested; a single seed gives no interval. With all requested seeds: the
+    only source of variation between them (such as step times) if they have equal requests, else empty.
     """
 
     @property
@@ -65,7 +65,7 @@ class CapacityAnswer:
         return _sentence(self)
 
     def cost(self, setting: Setting) -> float:
-        """Return the cost of replica counts; a rate is its own cost."""
+        """Return the cost of replica counts; for a rate, return the rate itself."""
         return sum(a * b for a, b in zip(setting, self.costs, strict=True)) if self.costs else setting[0]
 
     @property

@@ -250,8 +250,8 @@ class _Study:
         """Return the next rate for a condition that fails at all rates so far; None if no rate is left to try.
 
         If the slack is largest at the highest of several rates, the next rate is above this one. If the slack is
-        largest at a rate between others, the next rate is between this one and a neighbour. Otherwise, or if these
-        rates need no further runs, the next rate is below all rates so far.
+        largest at a rate between others, the next rate is between this one and a neighbour. Otherwise, or if no
+        further rate is needed there, the next rate is below all rates so far.
         """
         slacks = [runs.slacks[rate][condition] for rate in runs.rates]
         best = int(np.argmax(slacks))
@@ -305,9 +305,9 @@ class _Study:
         return "precision" if is_narrow and found.confidence >= CONFIDENCE else "max_replications"
 
     def _fails_below(self, rate: float, num_seeds: int) -> int | None:
-        """Return the position of a condition that fails up to this rate under most seeds but holds at higher rates,
-        such as a minimum goodput, which cannot be reached if too few requests arrive; None if there is no such
-        condition.
+        """Return the position of a condition that, under most seeds, fails at this rate or above but holds at a still
+        higher rate; None if there is no such condition. An example is a minimum goodput, which cannot be reached if
+        too few requests arrive.
         """
         for condition in range(self.num_conditions):
             rises = sum(self.seeds[k].crossing(condition).rises_at >= rate for k in range(num_seeds))
@@ -333,10 +333,11 @@ def _slope(found: Crossing) -> float | None:
 
 
 def _step(rates: Sequence[float], slack: float, aim: _Aim, *, upwards: bool) -> float:
-    """Return the factor from the last rate to the next.
+    """Return the factor (above 1) between the highest rate so far (the lowest unless `upwards`) and the next rate.
 
-    Its logarithm is 1.25 times the estimated distance to zero slack, but at least a multiple of the previous factor's
-    logarithm, both within limits. Without an estimated slope, the estimate is replaced by `_FIRST_STEP`.
+    Its logarithm is the larger of two values: 1.25 times the estimated distance to zero slack, and `_GROWTH` times the
+    logarithm of the previous factor in this direction. With an estimated slope, both values are limited. Without one,
+    the first value is the logarithm of `_FIRST_STEP`, and the second value is not limited.
     """
     if aim.slope is None:
         distance = math.log(_FIRST_STEP)

@@ -133,7 +133,7 @@ class ConditionCapacity:
 
     @property
     def rate(self) -> float:
-        """Geometric mean over seeds, or the known bound of this mean."""
+        """Geometric mean of the seeds' capacities, or the known bound of this mean."""
         return self.least if self.least > 0 else self.most
 
     @property
@@ -199,9 +199,9 @@ def typical_curve(
     """Return the (rate, slack) points of a curve that crosses zero at the condition's capacity; an empty list if only a
     bound of the capacity is known.
 
-    The rate at each slack is the capacity that would result if the condition's limit were shifted by that slack. Its
-    ratio to the condition's capacity is the geometric mean of the seeds' ratios. A seed that did not reach the slack is
-    left out.
+    The rate at each slack is the capacity that would result if the condition's limit were shifted by that slack. The
+    ratio of this rate to the condition's capacity is the geometric mean of the same ratios under single seeds. Seeds
+    that did not reach the slack are left out.
     """
     zeros = [one.rate if one.side == "exact" else None for one in own.by_seed]
     known = [(sorted(runs), zero) for runs, zero in zip(by_seed, zeros, strict=True) if runs and zero is not None]
@@ -218,8 +218,8 @@ def typical_curve(
 def _along(
     levels: Sequence[float], known: Sequence[tuple[Sequence[tuple[float, float]], float]], rate: float
 ) -> list[tuple[float, float]]:
-    """Return the curve's points at these slacks (`levels`), which lead away from zero; end at the first slack that too
-    few seeds reached, or where the rate would reverse its direction.
+    """Return the curve's points at the slacks `levels`, which are in order of increasing distance from zero. The curve
+    ends before the first slack that too few seeds reached, or at which the rate would reverse its direction.
     """
     curve, last = [], 0.0
     for level in levels:

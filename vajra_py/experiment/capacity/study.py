@@ -136,7 +136,7 @@ class _Question:
         return str(int(value)) if self.costs else f"{value:.10g}"
 
     def cost(self, setting: Setting) -> float:
-        """Return the cost of replica counts; a rate is its own cost."""
+        """Return the cost of replica counts; for a rate, return the rate itself."""
         return sum(a * b for a, b in zip(setting, self.costs, strict=True)) if self.costs else setting[0]
 
     def seed_at(self, position: int) -> int:
@@ -150,9 +150,7 @@ class _Question:
         return min(asked.replications, len(self.seeds)), min(asked.max_replications, len(self.seeds))
 
     def search(self) -> Search:
-        """Return the search. If it is for a rate and finds one, it also requests the runs for further points of the
-        curve.
-        """
+        """Return the search. A search that finds a rate also requests the runs for further points of the curve."""
         asked, (fewest, most) = self.question, self.num_seeds
         if asked.replicas is not None:
             ranges = [range(one.min, one.max + 1) for one in asked.replicas.values()]
@@ -227,7 +225,7 @@ def _costs(asked: CapacityConfig, config: ExperimentConfig, registry: Registry) 
 
 
 def _devices_key(path: str) -> str:
-    """Return the key in `devices_of` of the replicas whose number is at a path."""
+    """Return the key, in the result of `devices_of`, of the replicas whose number is the setting at this path."""
     parts = path.split(".")
     names = dict(zip(parts[::2], parts[1::2], strict=False))
     replicaset = names.get("replicasets", "default")

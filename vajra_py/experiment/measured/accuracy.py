@@ -22,8 +22,8 @@ MEAN_BOUND = 0.08
 """Largest relative error with which a validation passes, for the throughput and the means of TPOT, E2E and TBT."""
 TTFT_BOUND = 0.15
 FEWEST_ROWS = 5
-"""Minimum number of log rows after the last request was first scheduled; with fewer, all rows are used to match the
-log's clock.
+"""Minimum number of log rows after the last request was first scheduled. If there are at least this many, only they are
+used to match the log's clock; otherwise, all rows are used.
 """
 QUANTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 LATENCIES = ("ttft", "tpot", "e2e")
@@ -244,8 +244,9 @@ def _log_shift(run: MeasuredRun, log: Mapping[str, Floats]) -> float:
     """Return the seconds by which the log's clock is ahead of the requests' clock, chosen so that the numbers of
     running requests agree best.
 
-    Log and client observe ends at the same time, but the log counts a request as running only once its first step has
-    been launched. Rows after the last request was first scheduled are therefore preferred if there are enough of them.
+    Log and client observe a request's end at the same time, but the log counts a request as running only once its first
+    step has been launched. Therefore, rows after the last request was first scheduled are preferred if there are
+    enough of them.
     """
     requests = run.requests
     assert requests.scheduled_at is not None  # `series_errors` returns earlier without scheduling times

@@ -43,7 +43,7 @@ differ more, the interval probably contains different steps in measurement and s
 ROUNDS = 3
 """Number of rounds of a fit; each simulates with the figures of the previous round."""
 TOKEN_GAP_S = 1e-3
-"""Time in seconds below which two tokens are assumed to come from the same step."""
+"""Time between two tokens, in seconds, up to which they are assumed to come from the same step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class EngineSettings:
     prefix_caching: bool = True
     asynchronous: bool = True
     capture_limit: int | None = None
-    """Number of tokens in a step that the largest CUDA graph covers; 0 for eager execution; None if unknown."""
+    """Number of tokens that the largest CUDA graph covers in one step; 0 for eager execution; None if unknown."""
     memory_fraction: float | None = None
     """Fraction of the GPU's memory that the engine may use; None if unknown."""
     kv_dtype: str | None = None

@@ -47,8 +47,8 @@ class Batch:
         return decoded + [tokens + context for tokens, context in self.chunks]
 
     def is_ahead(self, begins_ahead: bool) -> bool:
-        """Return True if the step is launched before the previous step's tokens are known; `begins_ahead` allows this
-        for decodes.
+        """Return True if the step is launched before the previous step's tokens are known: with `begins_ahead`, for a
+        batch that has only decodes and no swapped blocks.
         """
         return begins_ahead and not self.chunks and not self.num_swapped
 
@@ -89,8 +89,8 @@ class Bench:
         step's tokens to this step's tokens.
         """
         is_ahead = batch.is_ahead(self._begins_ahead)
-        # The step before the measured one decodes the same rows with one context token less, so contexts need two
-        # tokens.
+        # If decodes begin ahead, the step before the measured one decodes the same rows with one context token less.
+        # Each context therefore needs at least two tokens.
         if is_ahead:
             batch = replace(batch, decodes=tuple(max(2, context) for context in batch.decodes))
         ends = batch.ends(self._begins_ahead)

@@ -48,7 +48,9 @@ machine's speed in between.
 _FARTHEST = 10.0
 """Multiple of a batch's median to which its measurements are clipped before the mean is taken."""
 _EVERY_ROW = 8
-"""Decode batches of every size up to this one are measured; of larger sizes, powers of two and the maximum."""
+"""Number of decodes up to which batches of every size are measured. Of larger sizes, only the powers of two and the
+maximum are measured.
+"""
 _FEWEST_TO_VARY = 3
 """Minimum number of passes for estimating the variation of equal steps."""
 

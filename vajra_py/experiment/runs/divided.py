@@ -180,7 +180,7 @@ def divide(run: SimulatedRun, config: ExperimentConfig, seeds: NotedSeeds, count
 
 
 class PartOfRun(SimulatedRun):
-    """Simulation of the replicas of one part; requests keep their index of the undivided run."""
+    """Simulation of the replicas of one part; requests keep the index that they have in the undivided run."""
 
     decision_log: type[DecisionLog] = PartialDecisionLog
     write: WriteTables = staticmethod(write_part)
@@ -236,7 +236,9 @@ class PartOfRun(SimulatedRun):
         raise RunError(f"{replicaset.scheduler_name} binds a request to no replica ({chosen!r})")
 
     def _next_index(self, facts: RequestFacts) -> int:
-        """Return the next index; requests are submitted in the order in which they were planned."""
+        """Return the index, in the undivided run, of the request that is submitted next; requests are submitted in the
+        order of the plan.
+        """
         self._position += 1
         return int(self._rows[self._position])
 

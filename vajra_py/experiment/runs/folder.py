@@ -27,7 +27,7 @@ _FIRST_FILES = {"environment.json", "environment.partial", "config.yaml", "manif
 CAPACITY_FILE = "capacity.json"
 """File with the answers of a capacity search, beside the folders of its runs."""
 SIMULATED = "simulated"
-"""Subfolder of a measured run with the run's simulation; the only run in a subfolder that belongs to a run."""
+"""Name of the subfolder in which a measured run has its simulation. No other subfolder of a run may contain a run."""
 
 
 def config_digest(config: SystemConfig) -> str:
@@ -101,7 +101,9 @@ def _changed_entries(before: object, now: Mapping[str, object]) -> list[str]:
 
 
 def _changed_code(manifest: Mapping[str, Any]) -> list[str]:
-    """Return which code differs from that of a run: of plug-ins by their source, of this package by its version."""
+    """Return texts that name the packages whose code differs from that of a run, given the run's manifest. Plug-ins are
+    compared by their source, this package by its version.
+    """
     before = {one.get("package"): one.get("code", "") for one in manifest.get("plugins", ())}
     now = {one.package: one.code for one in load_registry().plugins}
     changed = [f"the code of {name}" for name in _changed_entries(before, now) if before[name]]

@@ -18,8 +18,8 @@ from vajra_py.workload.content import NO_NODE, ContentColumn
 SoloTime: TypeAlias = Callable[[int, int, int], float]
 """Returns the seconds of a call that runs alone, given (prompt tokens, cached prompt tokens, output tokens)."""
 _MOST_LOOKED_AT = 64
-"""Number of segments, from the end of a prompt, that are searched for the end of its parent's prompt. If the search
-finds nothing, the whole prompts are compared.
+"""Number of segments at the end of a call's prompt among which the end of its parent's prompt is searched. If the
+search finds nothing, the whole prompts are compared.
 """
 
 

@@ -77,8 +77,8 @@ _RECURRING = PolicyViolation | StageEnd | Answer | ServerReport | CacheReport | 
 _Config = TypeVar("_Config", bound=SystemConfig)
 _NANOSECOND = TICKS_PER_SECOND // 10**9
 _NEVER_CAME_BACK = 10**6 * TICKS_PER_SECOND
-_PLACE = re.compile(r" \([^()]+:\d+ in [^()]+\)(?=\.?$)")  # in a policy's code, at the end of a detail
 """Duration, in ticks, of a step whose end was not recorded."""
+_PLACE = re.compile(r" \([^()]+:\d+ in [^()]+\)(?=\.?$)")  # place in a policy's code, at a detail's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ class _RecordedExecutor(SimulatedExecutor):
         return StepResult(tokens, frozenset(stopped), failed, {} if is_ahead else accepted, report, is_ahead)
 
     def num_drafts(self, requests: Sequence[Request], at_most: int) -> Sequence[int]:
-        """Return each request's recorded number of drafts; `at_most` if drafts stayed unrecorded on the workers."""
+        """Return each request's recorded number of drafts; `at_most` if the workers' drafts were not recorded."""
         if self._drafts_unseen:
             return [at_most] * len(requests)
         found = [(self._outputs.get(one.index, self._nothing).proposals, one.num_output_tokens) for one in requests]

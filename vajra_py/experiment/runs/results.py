@@ -171,8 +171,11 @@ def _window(config: ExperimentConfig, arrived_at: Floats, e2e_s: Floats, ended_a
 
 
 def asked_rate(config: ExperimentConfig) -> float | None:
-    """Return the configured request rate of the workload, from its `rate` or, for a synthetic workload without
-    `time_scale`, from its arrivals, as it is on the run's clock (`time_scale` of the backend); None if there is none.
+    """Return the workload's configured request rate on the run's clock, that is, divided by the backend's `time_scale`;
+    None if no rate is configured.
+
+    The configured rate is the workload's `rate`. If it is not set, a synthetic workload without a `time_scale` has the
+    rate of its arrivals.
     """
     asked = config.workload.rate
     if asked is None and config.workload.type == "synthetic" and config.workload.time_scale is None:

@@ -30,8 +30,8 @@ def model_names() -> list[str]:
 
 
 def load_model(name_or_path: str | Path) -> ModelSpec:
-    """Return the model described by this `config.json` file, or by the one in this folder; else the shipped model with
-    this name.
+    """Return the model described by the file at this path, or by `config.json` in the folder at this path. If there is
+    no such file or folder, return the shipped model with this name.
 
     Names may have any case; an organisation before a slash is ignored.
 

@@ -35,8 +35,8 @@ _RECURRENT_KEYS = (
 )
 _RECURRENT = ("belongs to a model with recurrent layers", "Only attention in every layer is supported")
 _UNREAD_EXPERT_KEYS = ("moe_num_experts", "interleave_moe_layer_step")
-"""Keys of ERNIE 4.5 and of Llama 4. Their other keys for experts have names or meanings that are not read here, such as
-those of shared experts."""
+"""Keys by which configurations of ERNIE 4.5 and of Llama 4 are recognised and refused: they describe experts (shared
+ones, for example) by names or with meanings that are not read here."""
 _NUM_EXPERTS_KEYS = ("num_local_experts", "n_routed_experts", "num_experts")
 _LARGEST_COUNT = 2**31 - 1
 _MOST_LAYERS = 10_000

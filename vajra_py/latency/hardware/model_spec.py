@@ -133,7 +133,7 @@ class ModelSpec(Struct, frozen=True):
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters that one token uses: all except those of the experts that it is not routed to."""
+        """Number of parameters that one token uses; of the routed experts, only those selected for the token count."""
         if self.experts is None:
             return self.parameters
         idle = self.experts.num_experts - self.experts.experts_per_token

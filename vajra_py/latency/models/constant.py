@@ -78,5 +78,5 @@ class AffineModel(Struct, frozen=True):
         return features.num_tokens * self.per_token_s + features.prefill_attention_pairs * self.per_prefill_pair_s
 
     def _in_turn_s(self, features: BatchFeatures) -> float:
-        """Return the seconds of a step that overlap with nothing."""
+        """Return the seconds of the parts of a step that never overlap with other work."""
         return self.base_s + features.num_requests * self.per_request_s + features.swap_bytes * self.per_swap_byte_s

@@ -197,8 +197,8 @@ def _segments(values: Floats, knots: Sequence[float]) -> list[Floats]:
 def _robust(matrix: Floats, times: Floats) -> Floats:
     """Return coefficients >= 0 such that matrix @ x approximates the times in relative terms; outliers get less weight.
 
-    Errors are relative to the prediction; relative to the measurement, a step measured too short would have more
-    influence than one measured too long.
+    Errors are relative to the prediction. If they were relative to the measurement, a step measured too short would
+    have more influence than one measured too long.
     """
     from scipy.optimize import nnls  # takes long to import, and most models are not fitted
 

@@ -1,4 +1,4 @@
-"""Roofline step time where arithmetic, memory traffic and exchanges of a device overlap, or run one after the other.
+"""Roofline step time where a device's arithmetic, memory traffic and communication overlap, or run one after another.
 
 The work is that of `RooflineModel`, operator by operator; only the degree of overlap of the resources differs. Any
 schedule of the operators takes at most the sum of all times (`none`), and at least the largest of the sums by resource
@@ -28,7 +28,7 @@ from vajra_py.latency.models.roofline import (
 )
 
 Overlap: TypeAlias = Literal["none", "partial", "operators", "attention", "step"]
-"""Degree of overlap of arithmetic, memory traffic and exchanges between devices; `RooflineModel` has `partial`."""
+"""Degree of overlap of arithmetic, memory traffic and communication between devices; `RooflineModel` has `partial`."""
 
 _DESCRIBED = {
     "none": "nothing overlaps",
@@ -46,7 +46,7 @@ class Work(NamedTuple):
     memory_s: float
     """Seconds of the device's memory traffic."""
     network_s: float
-    """Seconds of exchanges between the devices of a replica."""
+    """Seconds of communication between the devices of a replica."""
 
     def plus(self, other: Work) -> Work:
         """Return the sum of this work and `other`."""
@@ -201,7 +201,7 @@ class OverlappedRooflineModel:
         return self._layers.fixed_s + (self._layers.merge_fixed_s if features.num_merged_tokens else 0.0)
 
     def _in_turn_s(self, features: BatchFeatures) -> float:
-        """Return the seconds of a step that overlap with nothing."""
+        """Return the seconds of the parts of a step that never overlap with other work."""
         step = self._step
         sending = (self.num_stages - 1) * (step.send_fixed_s + features.num_tokens * step.send_token_s)
         overhead = self.num_stages * step.step_overhead_s

@@ -48,11 +48,11 @@ class LayerCoefficients(Struct, frozen=True):
     expert_flops_s: float
     expert_token_s: float
     elementwise_s: float
-    """Time of norms, rotary embedding, activation function, cache writes and exchanges between tensor-parallel ranks,
-    per token.
+    """Time of norms, rotary embedding, activation function, cache writes and all-reduces over the tensor-parallel
+    ranks, per token.
     """
     fixed_s: float
-    """Latencies of kernels and exchanges, per step."""
+    """Sum of the fixed latencies of kernels and all-reduces, per step."""
     pair_s: float
     """Time of prefill attention's arithmetic, per query-key pair, in layers with full attention."""
     window_pair_s: float

@@ -134,7 +134,7 @@ def _from_json(path: Path, wanted: Sequence[str]) -> Columns:
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a JSON number that is not an integer too large for a float."""
+    """Return True for a JSON number, except for an integer that is too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return isinstance(value, float) or abs(value) <= sys.float_info.max

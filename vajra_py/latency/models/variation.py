@@ -40,7 +40,7 @@ class Variation(Struct, frozen=True):
 
 
 def factors_among(multiples: Sequence[float]) -> Factors:
-    """Return the factors of a sample: the means of its 100 equal parts in ascending order, relative to the mean of all.
+    """Return the factors of a sample: the means of 100 equal parts of the sorted sample, divided by the sample's mean.
 
     For a sample of at most 100 values, they are its values relative to their mean.
     """

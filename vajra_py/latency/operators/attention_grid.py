@@ -103,8 +103,8 @@ class AttentionGrid:
     """Attention times of one layer in microseconds, from rows of (chunk, context, decodes, decode context, time).
 
     The rows were measured with decodes of equal context. For unequal contexts, `decode_factor` (given the axes decodes
-    and context) and `mixed_factor` (given decodes, chunk, chunk's context, decodes' context) return factors on the
-    times at the grid's points.
+    and context) and `mixed_factor` (given decodes, chunk, chunk's context, decodes' context) return, for each point of
+    the grid, the factor by which its time is multiplied.
     """
 
     def __init__(self, rows: Array, decode_factor: Factor = _equal, mixed_factor: Factor = _equal) -> None:

@@ -28,7 +28,7 @@ class Calibration:
     host: Mapping[str, float]
     """Host overhead in seconds, by field of `HostOverhead`."""
     scales: Mapping[str, float]
-    """Factors on parts of a step, by name in `profile_bundle.SCALES`."""
+    """Factors by which the times of parts of a step are multiplied, by name in `profile_bundle.SCALES`."""
     fitted_on: str
     """Description of the measurements that the values were fitted to."""
     errors: Mapping[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Times of the collectives of one step: exchanges in every layer, for the embedding, and for the logits."""
+"""Times of the collectives of one step: those of every layer, of the embedding, and of the logits."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Collectives:
     """Collectives of `tensor` tensor-parallel ranks, and of `ranks` data-parallel ranks that divide the experts.
 
     Times of all-reduces are interpolated by bytes between measured ones (`measured`). Without measured times, and for
-    exchanges with the experts, a time is the link's latency, plus the bytes that one GPU sends divided by the
-    bandwidth.
+    the collectives before and after the experts, a time is the link's latency, plus the bytes that one GPU sends
+    divided by the bandwidth.
     """
 
     def __init__(self, model: ModelSpec, tensor: int, ranks: int, link: Link | None, measured: Samples | None) -> None:

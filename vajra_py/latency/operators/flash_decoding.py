@@ -110,7 +110,8 @@ class DecodeKernel:
 
 
 class UnequalContexts:
-    """Factors on attention times measured with equal contexts, by number of decodes.
+    """Factors by which attention times measured with equal contexts are multiplied if contexts are unequal, by number
+    of decodes.
 
     Contexts are log-normal with the given variation (standard deviation over mean). `measured_counts` are the numbers
     of decodes with measured times, ascending. Between these numbers, times are interpolated, and a factor also corrects
@@ -128,8 +129,8 @@ class UnequalContexts:
         """Return the factor for a batch of this size (the padded size if a CUDA graph is used)."""
         if self._kernel.splits(num_sequences) or not self._sigma:
             return 1.0
-        # Batches larger than all measured ones use the factor of the largest: with more blocks, the longest context
-        # delays the batch no more.
+        # A batch larger than all measured ones has the factor of the largest measured one, since the delay by the
+        # longest context does not grow with the number of blocks.
         count = min(num_sequences, self._knots[-1])
         if self._kernel.splits(count):
             return 1.0
@@ -208,8 +209,8 @@ def fitted_peak_share(samples: Array, kernel: DecodeKernel) -> float:
 def _few_long(samples: Array, kernel: DecodeKernel) -> list[SkewSample]:
     """Return one measured batch for each of the `MOST_FITTED` smallest numbers of decodes without splits.
 
-    Of the batches with this number of decodes, it is one with the fewest long contexts. Its `ratio` is replaced by the
-    median over all batches with equally many decodes and long contexts.
+    Each returned batch has the fewest long contexts of all batches with its number of decodes. Its `ratio` is replaced
+    by the median over all batches with the same numbers of decodes and of long contexts.
     """
     chosen = []
     alone = samples[(samples[:, 1] == 0) & (samples[:, 4] < samples[:, 0])]

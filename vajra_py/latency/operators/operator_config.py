@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from vajra_py.latency.operators.operator_model import OperatorTablesModel
 
 DEVICES = {"a100_sxm": "a100-80gb-sxm", "rtx_pro_6000_server": "rtx-pro-6000"}
-"""Names of shipped devices by system. Any other device is named like its system, with dashes for underscores."""
+"""Names of devices by system, for devices that are not named like their system. All others have the system's name, with
+dashes for underscores.
+"""
 
 
 class AiconfiguratorConfig(MeasuredOperatorsConfig):

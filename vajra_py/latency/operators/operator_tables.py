@@ -201,7 +201,7 @@ class GemmTimes:
     If several kernels were measured, the fastest one counts. Between measured matrix sizes, the time is linear in both
     sizes; beyond them it grows in proportion to the size of the matrix. Matrix products in 8 bits were measured
     together with the conversion of their input. Times of the conversion's parts, which have tables of their own, are
-    subtracted: with `static` conversion that of the search for the scale, with `fused` those of all parts.
+    subtracted: with `static` conversion, the time of the search for the scale; with `fused`, the times of all parts.
     """
 
     def __init__(self, tables: OperatorTables, precision: str, conversion: str = "dynamic") -> None:
@@ -234,8 +234,8 @@ class GemmTimes:
                 self._cube[:, j] = np.maximum(self._cube[:, j] - line, LEAST_LEFT * self._cube[:, j])
 
     def samples(self, outputs: float, inputs: float) -> tuple[Samples, bool]:
-        """Return the times of the product with one matrix, by number of tokens, and True if the matrix is larger than
-        the measured ones.
+        """Return (times of the product with one matrix by number of tokens, True if the matrix is larger than the
+        measured ones).
         """
         factor, beyond = 1.0, False
         if outputs > self._outputs[-1]:

@@ -61,7 +61,7 @@ class BundleOptions:
     """Number of data-parallel ranks in the replica, which step together and share the experts (as in vLLM)."""
     routing: Routing = UNIFORM
     scales: dict[str, float] = field(default_factory=dict)
-    """Factors on parts of a step, by name in `SCALES`; the default is 1."""
+    """Factors by which the times of parts of a step are multiplied, by name in `SCALES`; the default is 1."""
     fallback: RooflineModel | None = None
     """Model for steps beyond the reach of the tables; None: such a step is an error."""
     calibration: Calibration | None = None
@@ -200,8 +200,8 @@ class ProfileBundleModel:
     def decode_run_times_s(
         self, num_decodes: int, first_context_tokens: int, num_steps: int
     ) -> Sequence[float] | npt.NDArray[np.float64]:
-        """Return the seconds of the steps of a run of decodes up to the last one within reach, and at least of the
-        first; see `PredictsDecodeRuns`.
+        """Return the seconds of the steps of a run of decodes, up to the last step within reach; the first step is
+        always included. See `PredictsDecodeRuns`.
         """
         last = first_context_tokens + num_decodes * (num_steps - 1)
         if not num_decodes:

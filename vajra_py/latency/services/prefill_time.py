@@ -30,7 +30,7 @@ class PrefillTimeTable:
         self._table = [0.0]  # time of a prompt of GRAIN_TOKENS * index tokens, by index
         # The current chunk contains the last token of the longest prompt in the table.
         self._done = 0  # number of tokens before the current chunk
-        self._done_s = 0.0  # time at which the current chunk begins, after the prompt's start
+        self._done_s = 0.0  # seconds from the prompt's start to the start of the current chunk
         self._previous = (0, 0.0)  # the same two values for the chunk before the current one
         self._chunk = 0  # size of the current chunk, or 0 while unknown
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 MAX_PANELS = 8
 """Maximum number of panels; emitted values are taken in order of policy and name."""
 _MAX_POINTS = 2000
-"""Limit for thinning lines: of a line with at least twice as many points, only every n-th point is drawn, and at
-least this many points remain.
+"""Limit for thinning lines: if a line has at least twice this number of points, only every n-th point is drawn, with
+`n` chosen so that at least this number of points remains.
 """
 
 

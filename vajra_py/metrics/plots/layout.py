@@ -129,7 +129,7 @@ def _roles(varied: Sequence[Axis]) -> tuple[Axis | None, Axis, list[Axis]] | Non
     """Return the axes that select (dashes, colours, panels).
 
     A system axis varies the system, a load axis the workload. Load axes select panels. A single system axis selects
-    colours. Two system axes without a load axis select panels and colours, the one with more levels colours. In all
+    colours. Of two system axes without a load axis, the one with more levels selects colours, the other panels. In all
     other cases, the system axes in ascending order of their number of levels select dashes, colours and panels. None if
     there is no system axis, or if the axis for dashes or colours has too many levels.
     """

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 BETTER_COLOUR, WORSE_COLOUR = COLOURS[0], COLOURS[1]
 _FULL_GAP = 0.5
-"""Relative difference from the baseline (`relative_gap`) from which on a cell has the full colour. At half and at twice
-the baseline's value, the relative difference is 0.5.
+"""Magnitude of the relative difference from the baseline (`relative_gap`) at which a cell reaches the full colour. At
+half and at twice the baseline's value, the magnitude is 0.5.
 """
 _SECONDARY_ALPHA = 0.3
 """Opacity of the colour of a difference that is not significant."""

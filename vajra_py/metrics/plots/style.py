@@ -54,8 +54,8 @@ _LABELS_IN = 0.75
 """Height in inches of the labels below the last row of panels plus a short legend."""
 
 LITERAL_TEXT: dict[str, Any] = {"text.parse_math": False}
-"""Settings under which names are drawn as they are, also with `$`; needed as well when a figure is written, because
-labels of ticks are made then.
+"""Matplotlib settings with which names are drawn literally, even if they contain `$`. They must also be active when a
+figure is written to a file, because tick labels are created at that time.
 """
 _RC: dict[str, Any] = {
     **LITERAL_TEXT,
@@ -99,7 +99,7 @@ class Look:
     """Style of a series: positions in `COLOURS` and `DASHES`; a muted series is grey in the background."""
 
     colour: int | None
-    """None for the colour `INK`: for a baseline, and for a legend entry that explains only a dash."""
+    """Position in `COLOURS`; None for the colour `INK`, used for a baseline and for a legend entry of a dash alone."""
     dash: int = 0
     is_muted: bool = False
 
@@ -276,9 +276,9 @@ def keep_panel(figure: Figure, kept: Axes) -> None:
 
 
 def _stacked(figure: Figure, shape: tuple[int, int, int], shared: Mapping[str, Any]) -> NDArray[Any]:
-    """Return a (rows, columns) array of axes whose panels are wrapped: the figure has a different number of panels side
-    by side, filled in reading order. `shape` is (rows, columns, panels side by side). As `shared` selects, axes are
-    shared along the rows and columns of the array.
+    """Return a (rows, columns) array of axes whose panels are wrapped: the panels fill the figure in reading order, and
+    more or fewer than `columns` of them are side by side. `shape` is (rows, columns, panels side by side). `sharex` and
+    `sharey` in `shared` refer to the rows and columns of the array, not of the figure.
     """
     import numpy as np
 

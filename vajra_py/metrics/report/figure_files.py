@@ -36,7 +36,7 @@ right end.
 """
 _PNG_DPI = 300
 _UNNAMED = re.compile(r"_(child\d+|nolegend_|point|baseline)")
-"""Labels that matplotlib and the figures of this package give to what has no name."""
+"""Pattern of the labels that matplotlib and the figures of this package give to lines and areas without a name."""
 
 
 def write_figures(
@@ -165,7 +165,7 @@ def _intervals(axes: Axes) -> Iterator[dict[str, Any]]:
             continue
         for path in collection.get_paths():
             (x, low), (right, high) = path.get_extents().get_points().tolist()
-            # Only steps and horizontal intervals have a width. For them, the column `y_high` holds the x of the right end.
+            # Only steps and horizontal intervals have a width. In their rows, `y_high` holds the x of the right end.
             if right > x:
                 yield {"series": label, "x": x, "y": low, "y_high": right}
             else:

@@ -150,7 +150,7 @@ class _Line:
     """(Start in nanoseconds, mode) of the current preemption; None if not preempted."""
     is_admitted: bool = False
     furthest: int = 0
-    """Largest position at which a step began so far; steps before it recompute tokens."""
+    """Largest number of computed tokens with which a step began; a step that begins with fewer recomputes tokens."""
     ended_ns: int | None = field(default=None)
 
     def __post_init__(self) -> None:

@@ -63,7 +63,7 @@ class ReplicasetDevices(Struct, frozen=True):
         """Return the energy used in the window, in joules: energy during steps, plus energy at idle power for the rest
         of the time. None if the devices' power is unknown.
 
-        `steps` has the steps of this replicaset (or pool) only; none if it is idle.
+        `steps` has the steps of this replicaset (or pool) only; it has no rows if the replicaset ran no steps.
         """
         power = self.costs.power
         if power is None:

@@ -118,8 +118,8 @@ def _span(arrived_at: Floats) -> float:
 
 
 def _spread(left: Floats, since: float) -> float:
-    """Return the spread in seconds of the ordered completion times `left`, scaled from those in the middle (see the
-    module's docstring). `since` is the time of the first admission of these requests.
+    """Return the spread, in seconds, of the ordered completion times `left`: the time that the middle completions took,
+    scaled to all of them (see the module's docstring). `since` is the time of the first admission of these requests.
     """
     count = len(left)
     low, high = nearest_rank(count, LOW), nearest_rank(count, HIGH)

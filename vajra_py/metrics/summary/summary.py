@@ -295,7 +295,7 @@ def _groups(columns: _Columns, groups: tuple[Ints, list[str]], tbt: Callable[[st
 
 
 def _unused(label: str, names: Sequence[str]) -> str:
-    """Return a label that is not one of the names: the given one, followed by as many primes as needed."""
+    """Return a label that is not one of the names: `label`, followed by as many apostrophes as needed."""
     while label in names:
         label += "'"
     return label
@@ -354,7 +354,7 @@ def _censored(columns: _Columns, arrived: Ints) -> Section:
     if not cut.any():
         return {}
     age_s = columns.age_s[arrived]
-    # An unfinished request gives no lower bound of its time per output token other than 0.
+    # For the time per output token of an unfinished request, the only known lower bound is 0.
     least = {"ttft_s": age_s, "tpot_s": np.zeros(len(arrived)), "e2e_s": age_s, "queue_s": age_s}
     found = {}
     for name, bound in least.items():

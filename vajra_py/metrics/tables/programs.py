@@ -61,7 +61,7 @@ def programs_table(
     import pyarrow.compute as pc
 
     calls = requests.filter(pc.not_equal(requests.column("program_id"), arrow_array([""])[0]))
-    if not calls.num_rows:  # the table has columns of programs also for requests with adapters
+    if not calls.num_rows:  # columns of programs also exist if requests have adapters
         return None
     codes, names = group_codes(calls, "program_id")
     size = len(names)

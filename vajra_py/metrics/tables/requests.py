@@ -143,8 +143,8 @@ class RequestsBuilder:
         self.has_programs = False
         """True if a request belongs to a program or has an adapter, so that the table has `PROGRAM_COLUMNS`."""
         self.ended_at = 0.0
-        """End of the run in seconds, until which unfinished requests were observed. 0 if unknown: the latest event of a
-        request is used.
+        """End of the run in seconds, until which unfinished requests were observed. 0 if unknown; then the latest event
+        of any request is used instead.
         """
         self._fields = (*self._FIELDS, *_ADMISSION_FIELDS) if admission else self._FIELDS
         if self.has_drafts:
