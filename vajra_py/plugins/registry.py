@@ -356,7 +356,7 @@ def _loaded(offer: OfferOfPolicy) -> Offer[PolicySpec]:
 
 
 def _module_of(spec: object) -> str:
-    """Return the module that defines a policy, as the name of its source."""
+    """Return the name of the module that defines a policy, for use as the package name in its `PluginSource`."""
     return str(getattr(getattr(spec, "config", None), "__module__", None) or type(spec).__module__)
 
 

@@ -31,10 +31,10 @@ class ByArrival:
 
 
 class ByArrivalInTime(ByArrival):
-    """First come, first served, with slack: every request has a deadline of one second."""
+    """First come, first served, with slack: every request has a deadline one second after its arrival."""
 
     def slack_s(self, request: RequestView, now: float) -> float:
-        """Return the seconds until one second after arrival."""
+        """Return the seconds left at `now` until the request's deadline."""
         return request.arrived_at + 1.0 - now
 
     def slack_fraction(self, request: RequestView, now: float) -> float:
@@ -120,7 +120,7 @@ class Shared:
         return None
 
     def pull(self, replica: ReplicaLoadView, queued: QueueView, now: float) -> Iterable[str]:
-        """Yield the whole shared queue by urgency, for a replica that is up."""
+        """Return the ids of all requests in the shared queue, most urgent first; none for a replica that is down."""
         return (request.request_id for request in queued) if replica.is_up else ()
 
 

@@ -28,7 +28,9 @@ from vajra_py.testing.harness import Harness, HarnessOptions, PolicySource
 from vajra_py.workload.request import PromptContent, RequestSpec, follows_of
 
 STEP_TIME = AffineModel(base_s=0.004, per_token_s=0.0002, per_prefill_pair_s=2e-7, per_decode_context_token_s=1e-6)
-"""A step of 50 ms computes about 200 prompt tokens, so policies with a target step time must chunk prompts."""
+"""Latency model of the scenarios. A step of 50 ms computes about 200 prompt tokens, so that policies with a target step
+time must chunk prompts.
+"""
 
 SMALL = HarnessOptions(num_blocks=64, max_batch_size=8, latency=STEP_TIME, seed=7)
 
@@ -76,7 +78,7 @@ class Outcome:
     """Admission decisions as reported to observers: (request id, decision, time)."""
     num_unfinished: int = 0
     num_fast_forwarded: int = 0
-    """Number of steps in runs of repeated decodes, which were not formed one by one."""
+    """Number of steps that were fast-forwarded, that is, not formed one by one."""
 
 
 class StuckError(Exception):

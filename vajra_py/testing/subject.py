@@ -47,7 +47,7 @@ class Subject:
         return self.spec.build(params_of(self.spec, self.params), context)
 
     def suits(self, scenario: Scenario) -> bool:
-        """Return False if building the policy for the scenario's replicas raises `ValueError`."""
+        """Return True if the policy can be built for the scenario's replicas; False if this raises `ValueError`."""
         try:
             self.build(context_of(scenario))
         except ValueError:

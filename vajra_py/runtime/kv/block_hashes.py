@@ -92,8 +92,8 @@ class TokenBlockHashes:
         *,
         reads_cache: bool = True,
     ) -> None:
-        """Create the hashes. `output`: the caller's list of generated tokens, which may grow later; `tokens` must
-        include those that are in it already.
+        """Create the hashes. `output`: the caller's list of generated tokens, which may grow later. The tokens that
+        this list has already must also be at the end of `tokens`.
 
         If `reads_cache` is False, the blocks are cached for other requests, but this request gets no prefix hits
         itself.
@@ -187,7 +187,7 @@ def token_digests(before: bytes, tokens: array[int], block_size: int) -> list[by
 
 @lru_cache
 def _packer(num_tokens: int) -> Callable[..., bytes]:
-    """Return a function that packs so many token ids as `token_digests` reads them."""
+    """Return a function that packs `num_tokens` token ids into bytes, in the format that `token_digests` hashes."""
     return Struct(f"<{num_tokens}q").pack
 
 

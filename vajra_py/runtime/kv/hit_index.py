@@ -1,8 +1,8 @@
 """Index of waiting requests by the cached blocks of their known tokens, and by their first block that is not cached.
 
-A block that enters or leaves the cache thus leads to exactly the requests whose hits have changed. Hashes are chained,
-so the cached (held) blocks of all requests form a tree, in which each request is at its last held block; if a block is
-removed, the hits of all requests at it or below it change.
+When a block enters or leaves the cache, the index therefore finds exactly the requests whose hits have changed. Hashes
+are chained, so the cached (held) blocks of all requests form a tree, in which each request is at its last held block.
+If a block is removed, the hits of all requests at this block or below it change.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class HitIndex:
         self._awaiting: dict[Hashable, dict[RequestView, None]] = {}
         """Requests by their first block that is not held."""
         self._place: dict[RequestView, tuple[_Held | None, Hashable | None]] = {}
-        """Last held block of each request, and the first block after it, which is awaited; a request whose hits have
-        changed has no entry.
+        """For each request: its last held block (None: no block is held), and the next block, which is awaited (None:
+        the request has no further block). A request whose hits have changed has no entry.
         """
         self._changed: dict[RequestView, None] = {}
 

@@ -66,8 +66,8 @@ class HostSpace:
         return targets
 
     def take_back(self, stored: list[int], blocks: Sequence[int], groups: Sequence[int]) -> None:
-        """List the copies of the `stored` host blocks, one to each of the first device blocks in `blocks`, and free the
-        host blocks.
+        """Add copies to the list that move the `stored` host blocks, in order, to the first device blocks in `blocks`;
+        free the host blocks.
         """
         if self._records_copies:
             to_device = CopyDirection.TO_DEVICE

@@ -71,8 +71,8 @@ class KvMemory(Protocol):
 
     @property
     def due_places(self) -> Collection[int]:
-        """For memory that recycles blocks: a decode whose number of computed tokens, modulo the block size, is one of
-        these values may take, fill or free a block with its next token.
+        """Positions in a block at which a decode's next token may take, fill or free a block, for memory that recycles
+        blocks. A token's position is the number of tokens before it, modulo the block size.
         """
 
     @property

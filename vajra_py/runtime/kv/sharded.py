@@ -313,8 +313,8 @@ class KvParallelMemory:
         return min(num_remaining_tokens, self.group_tokens - num_done_tokens % self.group_tokens)
 
     def on_chunk_done(self, request: KvRequest, num_done_before: int, num_tokens: int) -> None:
-        """Subtract the work of a computed chunk from the pending work of each of the request's groups. The work of n
-        tokens that follow a tokens is (a + n)^2 - a^2.
+        """Subtract the work of a computed chunk from the pending work of each of the request's groups. The work of
+        the n tokens that follow the first m tokens is (m + n)^2 - m^2.
 
         Only prefill counts, and each token counts once even if it is reported twice, so a chunk may be reported when it
         is scheduled or when it is finished.

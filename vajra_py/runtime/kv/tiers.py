@@ -117,7 +117,7 @@ class KvTiers:
         self._num_runs = 0
         self._writes: list[tuple[int, TierBlock]] = []
         self._computed: dict[Hashable, TierBlock] = {}
-        """Copies to the first tier whose content the step being formed will compute or has found on the device."""
+        """Planned copies to the first tier, of content that the step being formed computes or found on the device."""
         self._is_evicting = False
 
     @property
@@ -286,8 +286,8 @@ class KvTiers:
         return writes
 
     def take_computed(self) -> Sequence[TierBlock]:
-        """Return the copies to the first tier decided since the last call, whose content has been computed by now. As
-        with `take_writes`, the caller must report the end of each copy.
+        """Return the copies to the first tier that were decided since the last call. Their content has been computed by
+        now. As with `take_writes`, the caller must report the end of each copy.
         """
         computed = self._computed
         if not computed:

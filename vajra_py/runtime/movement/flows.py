@@ -1,5 +1,6 @@
-"""Links of a network and the transfers on them, for `Network`. A grain is 2^-20 bytes; work is in grains per second
-times ticks.
+"""Links of a network and the transfers on them, for `Network`.
+
+A grain is 2^-20 bytes. Rates are in grains per second. Work, the amount of data to send, is rate times ticks.
 """
 
 from __future__ import annotations

@@ -202,8 +202,8 @@ class Network:
             self._num_final -= 1
 
     def next_change(self) -> int | None:
-        """Return a tick before which no transfer ends unless a transfer is started, closed or cancelled; None if no end
-        is in sight.
+        """Return a lower bound on the tick at which the next transfer ends, valid until a transfer is started, closed
+        or cancelled; None if no end is in sight.
 
         If links are shared or transfers are open, the next end may be later than this tick.
         """

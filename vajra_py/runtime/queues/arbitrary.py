@@ -28,8 +28,8 @@ class ArbitraryQueue(RankedQueue):
         self._keys = KeyReader(prioritizer, name)
         self._epochs = EpochReader(prioritizer, name) if isinstance(prioritizer, CountsKeyChanges) else None
         self._epoch: int | None = None
-        """The prioritizer's count of key changes (`key_epoch`) when all keys were last read; None if a key was read at
-        another time since, or if the prioritizer has no `key_epoch`.
+        """The prioritizer's count of key changes (`key_epoch`) when all keys were last read. None if the prioritizer
+        has no `key_epoch`, or if the key of an added request was read later, with another count.
         """
         self._entered_in: int | None = None
         """The prioritizer's `key_epoch` when the key of the latest rank was read; None if it has no `key_epoch`."""

@@ -8,7 +8,7 @@ from vajra_py.contract import FallsWithTime, RequestView
 from vajra_py.runtime.queues.keys import FallReader
 
 _SPARE = 64
-"""Obsolete entries are deleted once there are this many more of them than valid entries."""
+"""Number by which obsolete entries must exceed valid entries before the obsolete ones are deleted."""
 
 
 class FallTimes:

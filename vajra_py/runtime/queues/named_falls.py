@@ -39,9 +39,8 @@ class NamedFallsQueue(RankedQueue):
         self._num_falls = 0
         """Number of times that a request has moved forward."""
         self._asked_at = -inf
-        """Time of the last query or, if that is later, the time at which a request was added or refreshed since. A
-        query for an earlier time than this re-reads all keys, because keys may have been lower then although no fall
-        was named.
+        """Maximum of the time of the last query and the times at which requests were added or refreshed after it. A
+        query for an earlier time re-reads all keys, because keys may have been lower then although no fall was named.
         """
 
     def peek(self, now: float) -> RequestView | None:

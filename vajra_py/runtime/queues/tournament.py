@@ -17,8 +17,8 @@ from math import inf
 from vajra_py.runtime.queues.ranks import ARRIVED_AT, INDEX, KEY, SERIAL, Rank, SortedRanks
 
 _ROUNDING = 2.0**-49
-"""Relative bound on the rounding of a key: its error is at most 2**-52 of (abs(intercept) + abs(slope * now)); the rest
-covers the rounding when the bound itself is computed.
+"""Bound on the rounding of a key, relative to abs(intercept) + abs(slope * now). The error of a key, relative to
+this sum, is at most 2**-52; the bound is larger because its own computation is rounded too.
 """
 
 _TINY = 1e-300
@@ -30,7 +30,7 @@ times this factor.
 """
 
 _LARGEST = 1e300
-"""Magnitude of keys up to which they cannot overflow and the bounds on rounding hold."""
+"""Largest magnitude of keys for which overflow is impossible and the bounds on rounding hold."""
 
 
 def tie(rank: Rank) -> tuple[float, int, int]:

@@ -28,8 +28,8 @@ class MergeRules(NamedTuple):
     """Rules for the duration of simulated steps with several adapters."""
 
     unmerged_factor: float
-    """Ratio of the time of a step with several adapters to the time of a step with one adapter, whose weights are
-    merged.
+    """Factor by which the time of a step is multiplied if its requests use several adapters. It does not apply if they
+    all use the same adapter, because that adapter's weights are merged into the model's.
     """
     switch_s: float
     """Additional time of a step that merges or unmerges weights, seconds."""
@@ -87,7 +87,7 @@ class Adapters:
         self._free = list(range(max_loras))
         self._users: dict[str, set[Request]] = {}
         self._awaiting: dict[str, Request] = {}
-        """Request for which each adapter was loaded, until the adapter is first used."""
+        """By adapter: the request for which it was loaded. Removed when a request first runs with the adapter."""
 
     def wait_for_loads(self) -> None:
         """Make every load last until `end_load`, regardless of its predicted time."""

@@ -226,7 +226,7 @@ class ConnectedKv:
             self._lifecycle.load_again(request, now)
 
     def end_loads(self, now: float) -> None:
-        """Let each request whose load is over wait with the loaded KV or, if nothing was loaded, without KV again."""
+        """End each load that is over: its request waits with the loaded KV, or without KV if nothing was loaded."""
         for request, load in list(self._loads.items()):
             if load.is_over:
                 self._end_load(request, load, now)
@@ -270,8 +270,8 @@ class ConnectedKv:
 
     def blocks_needed(self, request: Request, num_tokens: int, *, in_steps: bool) -> int:
         """Return the number of free blocks that admission needs. This is the number of blocks that the request takes
-        (with `in_steps`: that it holds at most at one time). If the request loads asynchronously, it is at least the
-        number of blocks of the load plus those reserved for prompts in progress.
+        or, with `in_steps`, the largest number that it needs at any one time. If the request loads asynchronously, the
+        result is at least the number of blocks of the load plus the number reserved for prompts in progress.
         """
         memory = self._running_set.memory
         count = memory.blocks_needed_in_steps if in_steps else memory.blocks_needed
@@ -285,7 +285,8 @@ class ConnectedKv:
     def _blocks_of_load(self, request: Request, num_tokens: int) -> int:
         """Return the number of free blocks that an asynchronous load needs to begin, including reserved blocks.
 
-        If nothing else is in progress, returns at most the number of all blocks; else the load might wait forever.
+        If nothing else is in progress, a load that fits into memory needs at most all blocks. It would otherwise wait
+        forever.
         """
         running_set = self._running_set
         num_blocks = running_set.memory.blocks_needed(request, num_tokens)
@@ -445,9 +446,8 @@ class ConnectedKv:
 
     def find_void(self, bad_blocks: Collection[int], num_scheduled: Callable[[Request], int]) -> Mapping[Request, int]:
         """Return the running requests whose step is invalid because they hold a bad block, with each request's number
-        of valid tokens.
-
-        `num_scheduled` gives the tokens of a request in the reporting step, which is not completed yet.
+        of valid tokens. `num_scheduled` returns the number of a request's tokens in the step with which the bad blocks
+        were reported; this step is not completed yet.
         """
         self._running_set.materialize()
         staying = (one for one in self._running_set.running() if one not in self._leaving)

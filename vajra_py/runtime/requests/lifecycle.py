@@ -294,8 +294,8 @@ class Lifecycle:
         self._running_set.admit(request)
 
     def can_resume(self, request: Request) -> bool:
-        """Acquire the adapter of a resumed request; return False if the adapter is no longer loaded because another
-        adapter has taken its slot.
+        """Acquire the adapter of a resumed request, if it has one, and return True. Return False if the adapter is no
+        longer loaded, because another adapter has taken its slot.
         """
         adapters = self._running_set.adapters
         if adapters is None:

@@ -142,8 +142,8 @@ class Programs:
     """The programs of a run that have not ended, by id."""
 
     def __init__(self, idle_s: float | None = None) -> None:
-        """Create an empty collection. `idle_s`: seconds without a call that is alive, after which a program ends; None:
-        a program ends only by its client's declarations.
+        """Create an empty collection. `idle_s`: number of seconds after which a program ends if none of its calls is
+        alive; None: a program ends only by its client's declarations.
         """
         self.idle_s = idle_s
         self.on_pause: Callable[[Program], None] | None = None

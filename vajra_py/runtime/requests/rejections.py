@@ -1,12 +1,12 @@
-"""Kinds of rejection, and the beginnings of `Request.detail` for rejections not caused by the request itself."""
+"""Kinds of rejection, and the prefixes of `Request.detail` that mark rejections not caused by the request itself."""
 
 from __future__ import annotations
 
 QUEUE_FULL = "the queue is full"
 ALL_FAILED = "every replica has failed"
 OUT_OF_SERVICE = "out of service"
-"""Beginning of the detail of a request that is rejected because its replicaset is out of service, after a policy broke
-the contract.
+"""Prefix of `detail` that marks a rejection by a replicaset that is out of service. A replicaset goes out of service
+after one of its policies has broken the contract.
 """
 SHED = "shed by the admission policy"
 

@@ -400,8 +400,8 @@ class Request(_Stated):
 
     @property
     def is_decode(self) -> bool:
-        """True if the request is one of its replica's decodes: its prompt is computed, and exactly one of its known
-        tokens is not computed yet.
+        """True if the request is one of its replica's decodes: its prompt has been computed, and exactly one of its
+        known tokens is not computed yet.
         """
         return self._pool is not None or self.is_skipped
 

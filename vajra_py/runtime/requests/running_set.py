@@ -154,7 +154,9 @@ class RunningSet:
         self.skipped[request] = None
 
     def decode_alone(self, request: Request, num_steps_to_end: int) -> None:
-        """Let a request, whose prompt is computed, decode individually, outside the pool."""
+        """Let a request decode individually, outside the pool, now that its prompt has been computed.
+        `num_steps_to_end`: number of tokens until its end.
+        """
         del self.partial[request]
         request.end_epoch = num_steps_to_end
         request.is_skipped = True

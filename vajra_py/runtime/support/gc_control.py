@@ -45,7 +45,7 @@ def existing_objects_frozen() -> Iterator[None]:
     A collection through all objects of the tensor libraries takes a quarter of a second, during which no step begins
     and no token is delivered.
     """
-    # Do nothing if the caller has frozen objects, because `gc.unfreeze` below would unfreeze them too.
+    # Freeze only if the caller has not frozen objects already, because `gc.unfreeze` below would unfreeze these too.
     freezes = gc.isenabled() and not gc.get_freeze_count()
     if freezes:
         gc.freeze()
@@ -72,7 +72,7 @@ def infrequent_collections() -> Iterator[None]:
     """
     with existing_objects_frozen():
         thresholds = gc.get_threshold()
-        # Change nothing if the collector is off (threshold 0), or if a concurrent run has raised the threshold already.
+        # Raise the threshold if the collector is on (threshold above 0) and no concurrent run has raised it already.
         is_changed = 0 < thresholds[0] < _ALLOCATIONS_BETWEEN_COLLECTIONS
         if is_changed:
             gc.set_threshold(_ALLOCATIONS_BETWEEN_COLLECTIONS, *thresholds[1:])
