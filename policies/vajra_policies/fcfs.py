@@ -24,8 +24,9 @@ class FcfsConfig(PolicyConfig):
 class Fcfs:
     """Key = arrival, seconds on the run's clock.
 
-    With `preempted: first`, preempted requests come before all others, as in engines that put victims at the front of
-    the queue; the latest preempted is first. They keep this key after readmission, also for the choice of victims.
+    With `preempted: first`, a preempted request gets a key below all arrivals, and the latest preempted request has the
+    lowest, as in engines that put victims at the front of the queue. A request keeps this key after readmission, so
+    that the choice of victims uses it too.
 
     Source: Vajra's scheduling architecture; the option follows vLLM (Kwon et al., SOSP'23), which prepends victims.
     """

@@ -22,7 +22,7 @@ import click
 )
 @click.option("--from", "original", metavar="POLICY", help="Start from a copy of this policy of the library instead.")
 def new_plugin(name: str, directory: Path, kind: str | None, original: str | None) -> None:
-    """Write package NAME: one working policy for each layer, or another kind, with parameters and tests.
+    """Write package NAME, a working plug-in with parameters and tests: one policy for each layer, or a plug-in of KIND.
 
     Install it with `pip install -e NAME`; what it offers can then be selected by name in YAML.
     """

@@ -346,7 +346,7 @@ class Engine:
             return
         self._is_closed = True
         if self.restarter is not None:
-            self.restarter.close()  # before the watch, which ends a hanging step that a load may wait for
+            self.restarter.close()  # a load may wait for a hanging step, which only the watch can end
         if self.watch is not None:
             self.watch.close()
         close_all(dict.fromkeys([*(one.worker for one in self.replicas.values()), *self._restarted.values()]))

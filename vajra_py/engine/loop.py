@@ -326,7 +326,7 @@ class EngineLoop(Backend[EngineReplica]):
             self._restore(one, message)
         elif isinstance(message, GivenUp):
             is_hopeless, why = self._outages.given_up(message.replica), lost(message.replica, message.why)
-            # Called before `_abandon`: it may set `failed`, which clients read when `_abandon` ends their requests.
+            # `_check_failed` may set `failed`, which clients read when `_abandon` ends their requests.
             self._check_failed(why)
             if is_hopeless:
                 self._abandon(message.replica[0], why)

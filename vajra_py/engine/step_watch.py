@@ -206,7 +206,7 @@ class StepWatch:
             num_tokens = lane.num_tokens.popleft()
             if lane.numbers:
                 lane.numbers.popleft()
-            elif num_tokens:  # a step, since copies have a number or 0 tokens
+            elif num_tokens:  # a step: a copy has an entry in `numbers`, or 0 tokens
                 timer.num_done += 1
                 if timer.num_done > _NUM_FIRST:
                     timer.times.note(num_tokens, min(now - lane.began_at, lane.age_s + 2 * _PAUSE_S))

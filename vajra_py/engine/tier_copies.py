@@ -51,8 +51,8 @@ class TierCopies:
     def load(self, replica: EngineReplica, swaps: Sequence[BlockCopy]) -> bool:
         """Submit a replica's waiting copies, just before its next step; return False if there are none.
 
-        `swaps`: block copies for swapping that the step would make first. If there are waiting copies, the worker makes
-        `swaps` before the first of them, and the step must not repeat them.
+        `swaps`: the block copies for swapping with which the next step would begin. If the replica has waiting copies,
+        the worker makes the `swaps` before all of these copies, and the step must not make the `swaps` again.
         """
         if not self._to_load:
             return False

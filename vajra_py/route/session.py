@@ -285,7 +285,7 @@ class RouteSession:
             retry = None if request.admission is None else request.admission.retry_after_s
             detail = request.detail
             if reason is EndReason.ABORTED and self.state is SessionState.DRAINING:
-                reason, detail = EndReason.FAILED, SHUTTING_DOWN  # a client that has left does not see it
+                reason, detail = EndReason.FAILED, SHUTTING_DOWN  # aborted by the drain, or by a client that is gone
             routed.end = End(reason, detail, retry_after_s=retry)
             routed.on_news()
 

@@ -1,7 +1,7 @@
 """Decode fast-forward of the simulator: all repetitions of a steady decode step are launched as one event and applied
 on demand.
 
-The mechanism determines how many repetitions are certain to follow a step (`vajra_py.runtime.step.fast_forward`).
+`vajra_py.runtime.step.fast_forward` determines how many repetitions are certain to follow a step.
 Results are the same as if each step were simulated separately.
 """
 

@@ -112,7 +112,7 @@ class DeficitRoundRobin:
         return self._credit[tenant]
 
     def _turn(self) -> None:
-        """Pass the turn on to the next tenant with credit, unless the present one waits and has credit left."""
+        """Pass the turn on to the next tenant with credit, unless the present one has waiting requests and credit left."""
         if self._circle and (self._current is None or self._credit_of(self._current) <= 0):
             self._pass_on()
 

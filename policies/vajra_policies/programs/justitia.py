@@ -98,7 +98,7 @@ class Justitia:
             self.key(request, now)
 
     def on_step_end(self, step: EndedStep) -> None:
-        """Serve the work of one step of a replica: all tokens that the replica's KV memory can hold, times one step."""
+        """Advance the virtual time by one step of a replica: the tokens that its KV memory can hold, times one step."""
         self._shares.serve(self._num_kv_tokens)
 
     def on_departures(self, requests: Sequence[RequestView], now: float) -> None:

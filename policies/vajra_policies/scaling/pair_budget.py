@@ -98,8 +98,8 @@ class PairBudget:
         return current if best is None else best[1]
 
     def _between(self, current: Counts, wanted: Counts) -> Iterator[Counts]:
-        """Yield counts within the budget. For each count of the pool with the shorter range, the other pool has the
-        count that is nearest to its wanted count.
+        """Yield counts within the budget, each between the current and the wanted count of its pool. For every count of
+        the pool with fewer such counts, the other pool has the count nearest to its own wanted count.
         """
         ranges = [self._range(pool, current, wanted) for pool in (0, 1)]
         outer = 0 if len(ranges[0]) <= len(ranges[1]) else 1

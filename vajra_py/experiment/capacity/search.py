@@ -38,7 +38,7 @@ Stop: TypeAlias = Literal["precision", "max_replications", "range", "one seed"]
 class Answer:
     """Result of a search; `never` and `always` refer to the whole allowed range.
 
-    `apart` means that each condition holds somewhere in the range, but all conditions hold together nowhere.
+    `apart` means that each condition holds somewhere in the range, but at no point do all conditions hold.
     """
 
     outcome: Outcome

@@ -199,9 +199,9 @@ def typical_curve(
     """Return the (rate, slack) points of a curve that crosses zero at the condition's capacity; an empty list if only a
     bound of the capacity is known.
 
-    The rate at each slack is the capacity that would result if the condition's limit were shifted by that slack. The
-    ratio of this rate to the condition's capacity is the geometric mean of the same ratios under single seeds. Seeds
-    that did not reach the slack are left out.
+    The rate at each slack is the capacity that would result if the condition's limit were shifted by that slack. To
+    compute it, the rate at this slack under each seed is divided by the capacity under the same seed. The condition's
+    capacity is multiplied by the geometric mean of these quotients, without seeds that did not reach the slack.
     """
     zeros = [one.rate if one.side == "exact" else None for one in own.by_seed]
     known = [(sorted(runs), zero) for runs, zero in zip(by_seed, zeros, strict=True) if runs and zero is not None]

@@ -241,11 +241,11 @@ def _present(start: Floats, stop: Floats, at: Floats) -> Floats:
 
 
 def _log_shift(run: MeasuredRun, log: Mapping[str, Floats]) -> float:
-    """Return the seconds by which the log's clock is ahead of the requests' clock, chosen so that the numbers of
-    running requests agree best.
+    """Return the seconds by which the log's clock is ahead of the requests' clock: the shift with which the number of
+    running requests in the log agrees best with the number that follows from the requests' times.
 
     Log and client observe a request's end at the same time, but the log counts a request as running only once its first
-    step has been launched. Therefore, rows after the last request was first scheduled are preferred if there are
+    step has been launched. Therefore, rows logged after all requests had been scheduled are preferred, if there are
     enough of them.
     """
     requests = run.requests

@@ -93,7 +93,7 @@ class Profile:
     """Profile of a model measured on a device.
 
     Attributes:
-        fit: seconds of a step, including its forming.
+        fit: seconds of a step, including the time to form it.
         facts: measured configuration: model, device, sizes (`max_model_len`, `kv_bytes_per_token`, `block_size`, …),
             versions.
         errors: relative errors of the fit on held-out shapes, by kind of step.

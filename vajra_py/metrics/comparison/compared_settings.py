@@ -108,8 +108,9 @@ class ComparedSettings(Struct, frozen=True, dict=True):
         raise RunError(f"--scope: nothing has that name ({given!r}). {did_you_mean(given, names)}")
 
     def position(self, name: str) -> int:
-        """Return the position of the setting with this name, or whose name has the same values (`rate=8` and `8`; the
-        sweep that wrote a run may name it in another way than its folder). Raises `RunError` for an unknown name.
+        """Return the position of the setting with this name; if there is none, of the only setting whose name has the
+        same values: `8` also finds `rate=8`, since a sweep and its folders may name a setting in different ways. Raises
+        `RunError` for an unknown name.
         """
         if name in self.names:
             return self.names.index(name)

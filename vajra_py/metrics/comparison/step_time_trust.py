@@ -1,5 +1,5 @@
-"""Sources of runs' step times, prices and power, and sentences on whether differences between settings exceed the known
-error of their step times.
+"""Statements on how far a comparison can be trusted: where step times, prices and power of runs come from, and whether
+differences between settings exceed the known error of their step times.
 """
 
 from __future__ import annotations

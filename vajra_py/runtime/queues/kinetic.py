@@ -112,8 +112,9 @@ class _Frontier:
     rank of each unread part.
 
     A part is a subtree of the tournament, represented by the head of its winner, or a group that is being read. The
-    tournament may change during iteration: removals only make the places stored in the heap too early, which costs an
-    extra check; added requests may be yielded too, at any position, and the caller must skip them.
+    tournament may change during iteration. After a removal, the rank stored in the heap for a part may come before the
+    part's first rank, which costs an extra check. An added request may be yielded too, at any position; the caller must
+    skip it.
     """
 
     def __init__(self, tournament: Tournament, now: float) -> None:

@@ -184,7 +184,7 @@ class Tournament:
 
     @property
     def top_level(self) -> int:
-        """Level of the final, counted from the groups."""
+        """Level of the tournament's last match; the groups are level 0."""
         return self._capacity.bit_length() - 1
 
     def _advance(self, now: float) -> None:

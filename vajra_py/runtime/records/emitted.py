@@ -47,7 +47,7 @@ class EmittedFigures:
             if not (figure - figure == 0.0 and seconds - seconds == 0.0):  # x - x is 0 only for a finite x
                 raise ValueError(f"emit({name!r}): must be finite numbers (got {value!r} at {now!r})")
             index = -1 if request is None else getattr(request, "index", None)
-            if not isinstance(index, int):  # `index` of a text is a method
+            if not isinstance(index, int):  # such as `str.index`, a method
                 raise ValueError(f"emit({name!r}): request is {request!r}. Allowed: a RequestView or None")
             if not self.is_kept:
                 return

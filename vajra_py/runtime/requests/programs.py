@@ -170,7 +170,7 @@ class Programs:
         program.add(request)
 
     def why_never(self, facts: RequestFacts) -> str | None:
-        """Return the reason why a call can never be served: a call whose result it needs has ended without a result.
+        """Return the reason why a call can never be served: another call, whose result it needs, has ended without one.
         Returns None if the call can be served.
         """
         program = self._open.get(facts.program_id)

@@ -146,7 +146,8 @@ class Backend(Protocol[S]):
         links.
 
         A copy downwards reads the blocks' content before the replica's next step. A copy upwards writes blocks that no
-        step uses before the copy's end. The backend pushes the end at a later tick: `Phase.TIER` with a `TierEnd`.
+        step uses before the copy's end. When the copy has ended, at a later tick, the backend
+        pushes a `TierEnd` as an event of `Phase.TIER`.
         """
         raise RuntimeError(f"{type(self).__name__} copies no KV between memory tiers")
 

@@ -53,8 +53,8 @@ def existing_objects_frozen() -> Iterator[None]:
         if first > _ALLOCATIONS_OF_A_START:  # `put_off_collections` was called
             gc.set_threshold(first - _ALLOCATIONS_OF_A_START, *others)
         # CPython delays a full collection until new objects amount to a quarter of those that survived the last one.
-        # That number of survivors still includes the objects that are frozen now, so that garbage of the context would
-        # be collected late. The collection below updates the number, and is cheap, since it skips frozen objects.
+        # That number still includes the objects that are frozen now, which would delay collections within the context.
+        # The collection below updates the number, and is cheap, since it skips frozen objects.
         gc.collect()
     try:
         yield

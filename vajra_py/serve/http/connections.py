@@ -382,7 +382,7 @@ class Connection(HttpToolsProtocol):
             self._enter(Phase.END)
             self._unparsed.clear()
             held: object = self._running.transport
-            if isinstance(held, _HeldHead):  # an answer to HEAD has no body with which its head would be sent
+            if isinstance(held, _HeldHead):  # held to be sent with the body, which an answer to HEAD lacks
                 held.flush()
             if self.transport.can_write_eof():
                 self.transport.write_eof()

@@ -21,7 +21,9 @@ else:
 
 
 class CsvConfig(TraceOptions):
-    """Any CSV file with a header; columns are found by the names of the fields, the usual names, or `columns`."""
+    """Any CSV file with a header. A field of requests is read from the column that `columns` names for it; otherwise
+    from the column with the field's own name or with a common name for it.
+    """
 
     type: Literal["csv"]
     columns: dict[CsvField, str] = Field({}, description="Column name of each field whose column has another name.")
