@@ -119,7 +119,7 @@ def test_own_and_shared_requests_wait_in_one_order() -> None:
             "request nobody, step 0: pulled a request that is not in the shared queue",
         ),
         (lambda replica, queued, now: fails(), "KeyError: 'load'"),
-        (lambda replica, queued, now: 7, "TypeError"),
+        (lambda replica, queued, now: 7, "pull() returned 7. Allowed: an iterable of request ids"),
         (lambda replica, queued, now: (fails() for _ in range(1)), "KeyError: 'load'"),
     ],
 )
