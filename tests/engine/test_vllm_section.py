@@ -155,7 +155,7 @@ def test_what_a_worker_loads_can_be_sent_to_a_process(model: Path) -> None:
         seed=5,
         block_size=32,
         max_model_len=128,
-        max_requests=8,
+        max_requests=2**16,
         max_step_tokens=64,
         num_threads=3,
         max_batch_size=4,
